@@ -1,0 +1,126 @@
+"""The streaming summary of a row of logits: its C first tokens, its maximum and its sum of exponentials.
+
+Everything after shaping works on this summary where it can. Knows nothing about requests or randomness.
+
+Order of tokens, everywhere: value descending, then id ascending. Sums over the vocabulary have one order,
+whatever the batch: tiles of 128 ids, halving adds inside a tile, a halving tree over the tiles. A plain
+reduction takes another order for another shape, and its last bits move.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxsample import rng
+from jaxsample.params import TILE
+
+_GROUP = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The summary of B rows.
+
+    Fields:
+      values: f32[B, C], the C first values of the order, descending; -inf behind the last token that can be
+        drawn.
+      ids: i32[B, C], their token ids.
+      max: f32[B], the largest value (0 where nothing can be drawn).
+      sum: f32[B], sum of exp(z - max) over the row, in tile order.
+    """
+
+    values: jax.Array
+    ids: jax.Array
+    max: jax.Array
+    sum: jax.Array
+
+
+def summarize(logits, num_candidates: int) -> Candidates:
+    """Summary of shaped logits.
+
+    Args:
+      logits: f32[B, V'], V' a multiple of 128, -inf where a token cannot be drawn, no NaN, no +inf, no -0.0.
+      num_candidates: C; at most V' are returned.
+    """
+    highest, total = normaliser(logits)
+    values, ids = first_tokens(logits, num_candidates)
+    return Candidates(values, ids, highest, total)
+
+
+def normaliser(logits):
+    """(max f32[B], sum f32[B] of exp(z - max) in tile order); log-sum-exp = max + log(sum)."""
+    highest = row_max(logits)
+    return highest, tile_sum(jnp.exp(logits - highest[:, None]))
+
+
+def log_sum_exp(candidates: Candidates):
+    """Log-sum-exp of each row: f32[B]."""
+    return candidates.max + rng.log(candidates.sum)
+
+
+def row_max(logits):
+    """The largest value of each row, 0 where all are -inf: f32[B]."""
+    highest = jnp.max(logits, axis=1)
+    return jnp.where(highest > -jnp.inf, highest, 0)
+
+
+def first_tokens(logits, count: int):
+    """The `count` first tokens of the order: (values f32[B, C], ids i32[B, C]), C = min(count, V').
+
+    Every one of the first C tokens lies in one of the first C groups of neighbouring ids, groups ordered by
+    (maximum descending, group ascending): if its group is not among them, each of those C groups holds a
+    token that comes before it. So one pass for maxima, then only C groups are sorted.
+
+    Args:
+      logits: f32[B, V'] as in `summarize`.
+    """
+    num_rows, width = logits.shape
+    count = min(count, width)
+    num_groups = width // _GROUP
+    if num_groups <= 2 * count:
+        return jax.lax.top_k(logits, count)
+    grouped = logits.reshape(num_rows, num_groups, _GROUP)
+    _, groups = jax.lax.top_k(jnp.max(grouped, axis=2), count)
+    # Ascending ids, so that the stable top-k below breaks ties by id.
+    groups = jnp.sort(groups, axis=1)
+    chosen = jnp.take_along_axis(grouped, groups[:, :, None], axis=1, mode="clip")
+    values, index = jax.lax.top_k(chosen.reshape(num_rows, count * _GROUP), count)
+    group = jnp.take_along_axis(groups, index // _GROUP, axis=1, mode="clip")
+    return values, group * _GROUP + index % _GROUP
+
+
+def tile_sum(x):
+    """Sum of each row in tile order: f32[B].
+
+    Args:
+      x: f32[B, V'], V' a multiple of 128.
+    """
+    num_rows, width = x.shape
+    num_tiles = width // TILE
+    parts = _halve(x.reshape(num_rows, num_tiles, 8, TILE // 8), axis=2)
+    # The barriers change no value: they keep XLA from inlining a whole tile's exponentials into one
+    # expression, which compiles and runs slowly.
+    parts = jax.lax.optimization_barrier(parts)
+    tiles = jax.lax.optimization_barrier(_halve(parts, axis=2))
+    padded = 1 << (num_tiles - 1).bit_length()
+    return _halve(jnp.pad(tiles, ((0, 0), (0, padded - num_tiles))), axis=1)
+
+
+def prefix_sum(x):
+    """Inclusive sums along the last axis by doubling: f32[B, C]; entry j depends on j alone, not on C."""
+    shift = 1
+    while shift < x.shape[1]:
+        x = x + jnp.pad(x[:, :-shift], ((0, 0), (shift, 0)))
+        shift *= 2
+    return x
+
+
+def _halve(x, axis: int):
+    """Sum along an axis whose size is a power of two: first half plus second half, again and again."""
+    while x.shape[axis] > 1:
+        half = x.shape[axis] // 2
+        first = jax.lax.slice_in_dim(x, 0, half, axis=axis)
+        x = first + jax.lax.slice_in_dim(x, half, 2 * half, axis=axis)
+    return jnp.squeeze(x, axis)

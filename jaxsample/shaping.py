@@ -1,0 +1,178 @@
+"""From the model's logits to the logits that are drawn from: every stage, and their order in one place.
+
+    float32 -> mask padding columns (raw logprobs are taken here) -> logit bias -> penalties -> transforms
+      -> bans (min_tokens, bad words) and bit masks -> per-token scales -> divide by temperature
+
+Knows nothing about randomness or filters. Removed tokens are -inf. Rows never see each other.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsample.history import History, unpack_bits
+from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams, StopRule
+from jaxsample.penalties import bad_word_bans, penalize
+from jaxsample.truncation import is_greedy
+
+_TINY = np.finfo(np.float32).tiny
+_HUGE = np.finfo(np.float32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shaped:
+    """Logits before and after shaping, V' = V rounded up to a multiple of 128.
+
+    Fields:
+      logits: f32[B, V'], shaped; rows at temperature 1 (and greedy ones) keep their scale, others hold
+        (z - max) / temperature.
+      raw: f32[B, V'], the model's own.
+      valid: bool[B]. False: NaN or +inf among the row's real columns, or nothing left that can be drawn.
+    """
+
+    logits: jax.Array
+    raw: jax.Array
+    valid: jax.Array
+
+
+def shape(
+    logits,
+    params: SamplingParams,
+    position,
+    *,
+    stop: StopRule | None = None,
+    history: History | None = None,
+    allowed=None,
+    limits: Limits,
+    features: Features,
+    transform_args: tuple = (),
+) -> Shaped:
+    """Apply every stage before the filters.
+
+    Args:
+      logits: f32, bf16 or f16 [B, Vp], Vp >= V; columns at V and beyond are never looked at.
+      params: SamplingParams.
+      position: i32[B], absolute index of the token being chosen; handed to transforms.
+      stop: StopRule, for the bans of min_tokens; needs history. None: no bans.
+      history: History, for penalties and bad words. None: an empty one.
+      allowed: u32[B, W], this step's grammar mask (bit i % 32 of word i // 32), joined with the request's own
+        mask. None: all allowed. If the masks allow only tokens that end the request, min_tokens is lifted.
+      limits: capacities.
+      features: which stages exist; stages of higher tiers are left out whatever the rows say.
+      transform_args: one pytree with B rows for each of features.transforms.
+
+    Returns:
+      Shaped.
+
+    Raises:
+      ValueError: shapes that do not fit, at trace time.
+    """
+    vocab_size = limits.vocab_size
+    real, bad = _at_the_door(logits, vocab_size)
+    z = real
+    if features.shapes:
+        z = _add_bias(z, params)
+        if history is not None:
+            z = penalize(z, params, history)
+        if len(transform_args) != len(features.transforms):
+            raise ValueError(
+                f"transform_args has {len(transform_args)} entries, expected {len(features.transforms)}: "
+                "one for each of features.transforms"
+            )
+        for transform, argument in zip(features.transforms, transform_args, strict=True):
+            z = _checked(transform(z, argument, position), z, transform)
+        z = _mask(z, params, stop, history, allowed, vocab_size)
+        z = _scale(z, params)
+        z = jnp.minimum(z, _HUGE)
+    valid = ~bad & jnp.any(z > -jnp.inf, axis=1)
+    return Shaped(_zero_is_zero(_divide(z, params)), real, valid)
+
+
+def _at_the_door(logits, vocab_size: int):
+    """float32 of the real columns, padded with -inf to whole tiles; and which rows hold NaN or +inf."""
+    width = -(-vocab_size // TILE) * TILE
+    real = logits[:, :vocab_size].astype(jnp.float32)
+    unfit = jnp.isnan(real) | (real == jnp.inf)
+    real = _zero_is_zero(jnp.where(unfit, -jnp.inf, real))
+    if width > vocab_size:
+        real = jnp.pad(real, ((0, 0), (0, width - vocab_size)), constant_values=-np.inf)
+    return real, jnp.any(unfit, axis=1)
+
+
+def _zero_is_zero(z):
+    """-0.0 and subnormals to 0, so that equal values have equal bits on every backend."""
+    return jnp.where(jnp.abs(z) < _TINY, 0, z)
+
+
+def _add_bias(z, params: SamplingParams):
+    return _scatter(z, params.bias_ids).add(params.bias_values, mode="drop")
+
+
+def _mask(z, params, stop, history, allowed, vocab_size):
+    """Bit masks, then the bans of bad words and min_tokens."""
+    words = params.allowed if allowed is None else params.allowed & allowed
+    z = jnp.where(unpack_bits(words, z.shape[1]), z, -jnp.inf)
+    bans = []
+    if history is not None:
+        bans.append(bad_word_bans(params, history))
+        if stop is not None:
+            bans.append(_min_token_bans(stop, history, words, vocab_size))
+    if not bans:
+        return z
+    return _scatter(z, jnp.concatenate(bans, axis=1)).set(-jnp.inf, mode="drop")
+
+
+def _min_token_bans(stop: StopRule, history: History, words, vocab_size: int):
+    """EOS and stop ids of rows that emitted too little; PAD where masks allow no others: i32[B, NE + NS]."""
+    ends = end_ids(stop)
+    early = history.num_emitted < stop.min_tokens
+    word = jnp.take_along_axis(words, jnp.maximum(ends, 0) >> 5, axis=1, mode="clip")
+    can_end = (ends >= 0) & ((word >> (ends & 31).astype(jnp.uint32)) & 1 != 0)
+    order = jnp.arange(ends.shape[1], dtype=jnp.int32)
+    repeated = (ends[:, :, None] == ends[:, None, :]) & (order[None, None, :] < order[None, :, None])
+    can_end &= ~jnp.any(repeated, axis=2)
+    inside = np.full(words.shape[1], 0xFFFFFFFF, np.uint32)
+    if vocab_size % 32:
+        inside[-1] = (1 << vocab_size % 32) - 1
+    num_allowed = jnp.sum(jax.lax.population_count(words & inside[None, :]), axis=1, dtype=jnp.uint32)
+    finished = num_allowed.astype(jnp.int32) == jnp.sum(can_end, axis=1, dtype=jnp.int32)
+    return jnp.where((early & ~finished)[:, None], ends, PAD)
+
+
+def end_ids(stop: StopRule):
+    """The ids that end each row, EOS first (PAD where ignore_eos lifts them): i32[B, NE + NS]."""
+    eos = jnp.where(stop.ignore_eos[:, None], PAD, stop.eos_ids)
+    return jnp.concatenate([eos, stop.stop_ids], axis=1)
+
+
+def _scale(z, params: SamplingParams):
+    """LenVM's multipliers; greedy rows have no temperature, hence no scale of it either."""
+    ids = jnp.where(is_greedy(params)[:, None], PAD, params.scale_ids)
+    return _scatter(z, ids).multiply(params.scale_values, mode="drop")
+
+
+def _divide(z, params: SamplingParams):
+    """(z - max) / T, so that a tiny T cannot overflow; rows at T = 1 and greedy rows stay as they are."""
+    one = is_greedy(params) | (params.temperature == 1)
+    temperature = jnp.where(one, 1, params.temperature)[:, None]
+    highest = jnp.max(z, axis=1)
+    highest = jnp.where(highest > -jnp.inf, highest, 0)[:, None]
+    return jnp.where(one[:, None], z, (z - highest) / temperature)
+
+
+def _scatter(z, ids):
+    """z.at[row, id] for ids i32[B, n]; PAD is moved beyond the end, where mode="drop" drops it."""
+    rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
+    return z.at[rows, jnp.where(ids < 0, z.shape[1], ids)]
+
+
+def _checked(result, z, transform):
+    if result.shape != z.shape or result.dtype != z.dtype:
+        raise ValueError(
+            f"transform {getattr(transform, '__name__', transform)} returned "
+            f"{result.dtype}{list(result.shape)}, expected {z.dtype}{list(z.shape)}"
+        )
+    return result

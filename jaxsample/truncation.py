@@ -1,0 +1,261 @@
+"""Top-k, top-p and min-p as one cut: the last token of the order that is kept, as a (value, id) pair.
+
+All three keep a prefix of the order, so together they are the shortest prefix. Two routes find it: on the C
+candidates of a row, and, where these do not suffice, by counting passes over the full row. Knows nothing
+about randomness or about which request a row belongs to.
+
+With m(A) the mass of a prefix A and n_k, n_m the lengths that top-k and min-p keep, top-p keeps the shortest
+prefix whose mass reaches top_p * m(A), where A is what the other filters left:
+
+    filter order "vllm"   A = the shorter of n_k and n_m     (min-p, top-k, top-p)
+    filter order "hf"     A = n_k                            (top-k, top-p, min-p)
+    filter order "joint"  A = n_m                            (min-p, then top-k and top-p together)
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsample import rng
+from jaxsample.candidates import Candidates, prefix_sum, row_max, tile_sum
+from jaxsample.params import MAX_SERVED_TOP_K, Features, SamplingParams
+
+# A crossing this close to top_p (relative to m(A)) is left to the full row, so that no two routes cut apart.
+_MARGIN = np.float32(2.0**-18)
+_TINY = np.finfo(np.float32).tiny
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The last token kept in each of B rows.
+
+    Fields:
+      value: f32[B]. -inf keeps every token that can be drawn.
+      id: i32[B]. A token is kept when its value is larger, or equal and its id at most this.
+      log_mass: f32[B], log of the sum of exp(z - max) over the kept tokens.
+    """
+
+    value: jax.Array
+    id: jax.Array
+    log_mass: jax.Array
+
+
+def is_greedy(params: SamplingParams):
+    """bool[B]: temperature 0, or subnormal, which counts as zero."""
+    return params.temperature < _TINY
+
+
+def is_filtered(params: SamplingParams, vocab_size: int):
+    """bool[B]: rows that any filter or greed may cut."""
+    has_top_k = (params.top_k > 0) & (params.top_k < vocab_size)
+    return is_greedy(params) | has_top_k | (params.top_p < 1) | (params.min_p > 0)
+
+
+def truncate(logits, candidates: Candidates, params: SamplingParams, *, vocab_size: int, features: Features):
+    """The cut of every row by its own parameters; greedy rows keep their first token.
+
+    Args:
+      logits: f32[B, V'], shaped; read only if features.full_rows.
+      candidates: their summary.
+      params: SamplingParams.
+      vocab_size: V.
+      features: the program's stages.
+
+    Returns:
+      (Cut, num_kept i32[B] among the candidates). Where the candidates do not serve a row and the program
+      holds full rows, the cut comes from the full row and num_kept means nothing.
+
+    Candidates serve a row when their cut is exact, or when A is given by a top_k of at most 64: then every
+    program decides on the same few sums, however close to top_p the crossing is. So a row's cut does not
+    depend on the program, C >= 64 included.
+    """
+    top_k = jnp.where(is_greedy(params), 1, params.top_k)
+    filters = (top_k, params.top_p, params.min_p)
+    order = features.filter_order
+    cut, num_kept, served = cut_candidates(candidates, *filters, vocab_size=vocab_size, filter_order=order)
+    if features.full_rows:
+        if order != "joint":
+            few = min(candidates.values.shape[1], MAX_SERVED_TOP_K)
+            served |= _effective_top_k(top_k, vocab_size) <= few
+        full = cut_rows(logits, *filters, vocab_size=vocab_size, filter_order=order)
+        cut = jax.tree.map(lambda ours, theirs: jnp.where(served, ours, theirs), cut, full)
+    return cut, num_kept
+
+
+def kept(logits, cut: Cut):
+    """Which tokens a cut keeps: bool[B, V']; a token of value -inf never."""
+    return is_kept(logits, jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1), cut)
+
+
+def is_kept(values, ids, cut: Cut):
+    """Whether tokens of given values f32[B, n] and ids i32[B, n] are kept: bool[B, n]."""
+    value = cut.value[:, None]
+    return ((values > value) | ((values == value) & (ids <= cut.id[:, None]))) & (values > -jnp.inf)
+
+
+def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: int, filter_order: str):
+    """The cut from the C candidates of each row.
+
+    Args:
+      candidates: summary of shaped logits.
+      top_k: i32[B] (0, -1, >= V: off). top_p: f32[B] (>= 1: off). min_p: f32[B] (0: off).
+      vocab_size: V.
+      filter_order: "vllm", "hf" or "joint", see the module's text.
+
+    Returns:
+      (Cut, num_kept i32[B], exact bool[B]). exact: the full row would be cut at the same token. It holds when
+      nothing is filtered; or C tokens provably hold the cut: the count of top-k is at most C, or the min-p
+      cut lies above the smallest value kept, or that value is -inf, or the mass of all C tokens passes
+      top_p * m(A); and m(A) is known; and no crossing lies within 2^-18 of top_p. Where exact is False the
+      cut is the best that C tokens allow.
+    """
+    values = candidates.values
+    count = values.shape[1]
+    beyond = count + 1  # stands for "more than these candidates tell"
+    weights = jnp.exp(values - candidates.max[:, None])
+    mass = prefix_sum(weights)
+    last = values[:, -1]
+    complete = last == -jnp.inf
+    if count >= vocab_size:
+        complete = jnp.ones_like(complete)
+    num_finite = jnp.sum(values > -jnp.inf, axis=1, dtype=jnp.int32)
+
+    def length(inside, counted):
+        """A prefix length: what was counted if the candidates show its end, else `beyond`."""
+        return jnp.where(complete, jnp.minimum(counted, num_finite), jnp.where(inside, counted, beyond))
+
+    k = _effective_top_k(top_k, vocab_size)
+    num_top_k = length(k <= count, k)
+    num_min_p = jnp.sum(_passes_min_p(values, candidates.max, min_p), axis=1, dtype=jnp.int32)
+    num_min_p = length(num_min_p < count, num_min_p)
+
+    num_base = {"vllm": jnp.minimum(num_top_k, num_min_p), "hf": num_top_k, "joint": num_min_p}[filter_order]
+    no_top_k, no_min_p = k >= vocab_size, min_p <= 0
+    base_is_row = {"vllm": no_top_k & no_min_p, "hf": no_top_k, "joint": no_min_p}[filter_order]
+    base_known = (num_base <= count) | base_is_row
+    base_mass = jnp.take_along_axis(mass, jnp.clip(num_base - 1, 0, count - 1)[:, None], axis=1)[:, 0]
+    base_mass = jnp.where(num_base <= count, base_mass, candidates.sum)
+    wanted = top_p * base_mass
+    reached = mass >= wanted[:, None]
+    num_top_p = jnp.where(reached[:, -1], 1 + jnp.argmax(reached, axis=1).astype(jnp.int32), beyond)
+    near = jnp.any(jnp.abs(mass - wanted[:, None]) <= _MARGIN * base_mass[:, None], axis=1)
+    has_top_p = top_p < 1
+    num_top_p = jnp.where(has_top_p, num_top_p, beyond)
+
+    num_kept = jnp.minimum(jnp.minimum(num_top_k, num_min_p), num_top_p)
+    unfiltered = no_top_k & no_min_p & ~has_top_p
+    exact = unfiltered | ((num_kept <= count) & (~has_top_p | (base_known & ~near)))
+    num_kept = jnp.clip(num_kept, 1, count)
+    at = (num_kept - 1)[:, None]
+    kept_mass = jnp.take_along_axis(mass, at, axis=1)[:, 0]
+    cut = Cut(
+        value=jnp.where(unfiltered, -jnp.inf, jnp.take_along_axis(values, at, axis=1)[:, 0]),
+        id=jnp.where(unfiltered, vocab_size, jnp.take_along_axis(candidates.ids, at, axis=1)[:, 0]),
+        log_mass=rng.log(jnp.where(unfiltered, candidates.sum, kept_mass)),
+    )
+    return cut, num_kept, exact
+
+
+def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str) -> Cut:
+    """The cut from full rows, by counting passes: a fixed number, whatever the values.
+
+    Args:
+      logits: f32[B, V'], shaped. The other arguments are those of `cut_candidates`.
+
+    Returns:
+      Cut.
+    """
+    highest = row_max(logits)
+    weights = jax.lax.optimization_barrier(jnp.exp(logits - highest[:, None]))
+    key = jax.lax.optimization_barrier(_order_key(logits))
+    passes = _passes_min_p(logits, highest, min_p)
+    num_min_p = jnp.maximum(_count(passes), 1)
+    k = _effective_top_k(top_k, vocab_size)
+    shortest = jnp.minimum(k, num_min_p)
+
+    def mass_of(mask):
+        return tile_sum(jnp.where(mask, weights, 0))
+
+    if filter_order == "joint":
+        base_mass = mass_of(passes)
+    else:
+        length = shortest if filter_order == "vllm" else k
+        base_mass = mass_of(_prefix(key, *_first_prefix(key, lambda mask: _count(mask) >= length)))
+    wanted = jnp.where(top_p < 1, top_p * base_mass, jnp.inf)
+
+    def reached(mask):
+        count = _count(mask)
+        return (count >= shortest) | ((mass_of(mask) >= wanted) & (count >= 1))
+
+    cut_key, cut_id = _first_prefix(key, reached)
+    return Cut(
+        value=_value_of_key(cut_key),
+        id=cut_id,
+        log_mass=rng.log(mass_of(_prefix(key, cut_key, cut_id))),
+    )
+
+
+def _effective_top_k(top_k, vocab_size: int):
+    return jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
+
+
+def _passes_min_p(values, highest, min_p):
+    """p >= min_p * max p in log space; min_p = 0 passes all that can be drawn."""
+    floor = jnp.where(min_p >= _TINY, rng.log(jnp.maximum(min_p, _TINY)), -jnp.inf)
+    return (values - highest[:, None] >= floor[:, None]) & (values > -jnp.inf)
+
+
+def _count(mask):
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
+def _order_key(values):
+    """i32 that orders as the float32 values do; no value may be -0.0."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _value_of_key(key):
+    return jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def _prefix(key, last_key, last_id):
+    ids = jax.lax.broadcasted_iota(jnp.int32, key.shape, 1)
+    last_key = last_key[:, None]
+    return (key > last_key) | ((key == last_key) & (ids <= last_id[:, None]))
+
+
+def _first_prefix(key, reached):
+    """The shortest prefix of the order for which a monotone predicate holds; all tokens if it never does.
+
+    Bisection on the key's bits from above, then on the id among equal keys: 32 + log2(V') passes.
+
+    Args:
+      key: i32[B, V'] of `_order_key`.
+      reached: bool[B, V'] mask of a prefix -> bool[B], monotone in the prefix.
+
+    Returns:
+      (key i32[B], id i32[B]) of its last token.
+    """
+    num_rows, width = key.shape
+    no_id = jnp.full((num_rows,), -1, jnp.int32)
+    lowest = jnp.full((num_rows,), np.iinfo(np.int32).min, jnp.int32)
+
+    def key_step(step, last_key):
+        # The first step adds 2^31, which wraps from the lowest key to 0: the keys' middle.
+        trial = last_key + (jnp.int32(1) << (31 - step))
+        return jnp.where(reached(key >= trial[:, None]), trial, last_key)
+
+    last_key = jax.lax.fori_loop(0, 32, key_step, lowest)
+    num_bits = (width - 1).bit_length()
+
+    def id_step(step, before):
+        # `before` ids are known not to suffice; widen while that stays true.
+        trial = before + (jnp.int32(1) << (num_bits - 1 - step))
+        return jnp.where(reached(_prefix(key, last_key, trial)), before, trial)
+
+    before = jax.lax.fori_loop(0, num_bits, id_step, no_id)
+    return last_key, jnp.minimum(before + 1, width - 1)
