@@ -153,7 +153,7 @@ def unpack(record, features: Features) -> StepOutput:
 
 
 def _pack(verdict: Verdict, status, logprobs: Logprobs | None):
-    """One i32[B, R]: status, count, M tokens, then logprobs, ranks, top ids, top logprobs if there are any."""
+    """One i32[B, R]: status, count, M tokens; then logprobs, ranks, top ids, top logprobs if there are any."""
     columns = [status[:, None], verdict.count[:, None], verdict.tokens]
     if logprobs is not None:
         as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)

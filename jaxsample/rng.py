@@ -62,7 +62,10 @@ def gumbel_words(seed, position, purpose: int, num_calls: int):
     Returns:
       Four f32[B, num_calls]; entry [b, c] of word w is lane 4 * c + w.
     """
-    return tuple(_gumbel_of(word) for word in _range_words(seed, position, purpose, num_calls))
+    words = _range_words(seed, position, purpose, num_calls)
+    # XLA:CPU takes ten times as long to compile the generator together with what follows it.
+    words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
+    return tuple(_gumbel_of(word) for word in words)
 
 
 def uniform(seed, position, purpose: int, lane):
@@ -151,6 +154,10 @@ def log(x):
 def _range_words(seed, position, purpose: int, num_calls: int):
     call = jax.lax.broadcasted_iota(jnp.uint32, (1, num_calls), 1)
     return philox4x32(_counter(call, position, purpose), (seed[:, 0:1], seed[:, 1:2]))
+
+
+def _materialised(*arrays):
+    return jax.lax.optimization_barrier(arrays)
 
 
 def _gumbel_of(bits):

@@ -108,21 +108,40 @@ def _zero_is_zero(z):
 
 
 def _add_bias(z, params: SamplingParams):
-    return _scatter(z, params.bias_ids).add(params.bias_values, mode="drop")
+    rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
+    # PAD goes beyond the end, where it is dropped: -1 would wrap.
+    ids = jnp.where(params.bias_ids < 0, z.shape[1], params.bias_ids)
+    return z.at[rows, ids].add(params.bias_values, mode="drop")
 
 
 def _mask(z, params, stop, history, allowed, vocab_size):
-    """Bit masks, then the bans of bad words and min_tokens."""
+    """The request's and the grammar's bit masks, less what bad words and min_tokens ban."""
     words = params.allowed if allowed is None else params.allowed & allowed
-    z = jnp.where(unpack_bits(words, z.shape[1]), z, -jnp.inf)
     bans = []
     if history is not None:
         bans.append(bad_word_bans(params, history))
         if stop is not None:
             bans.append(_min_token_bans(stop, history, words, vocab_size))
-    if not bans:
-        return z
-    return _scatter(z, jnp.concatenate(bans, axis=1)).set(-jnp.inf, mode="drop")
+    if bans:
+        words = _without(words, jnp.concatenate(bans, axis=1))
+    return jnp.where(unpack_bits(words, z.shape[1]), z, -jnp.inf)
+
+
+def _without(words, ids):
+    """u32[B, W] with the bits of ids i32[B, n] cleared. On the mask, as a scatter into z would copy z."""
+    bits = jnp.where(is_first(ids), jnp.uint32(1) << (ids & 31).astype(jnp.uint32), 0)
+    # Distinct ids have distinct bits, so their sum is their union.
+    rows = jnp.arange(words.shape[0], dtype=jnp.int32)[:, None]
+    index = jnp.where(ids < 0, words.shape[1], ids >> 5)
+    banned = jnp.zeros_like(words).at[rows, index].add(bits, mode="drop")
+    return words & ~banned
+
+
+def is_first(ids):
+    """bool[B, n]: entries of i32[B, n] that do not repeat an earlier one of their row."""
+    order = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    earlier = (ids[:, :, None] == ids[:, None, :]) & (order[None, None, :] < order[None, :, None])
+    return ~jnp.any(earlier, axis=2)
 
 
 def _min_token_bans(stop: StopRule, history: History, words, vocab_size: int):
@@ -131,9 +150,7 @@ def _min_token_bans(stop: StopRule, history: History, words, vocab_size: int):
     early = history.num_emitted < stop.min_tokens
     word = jnp.take_along_axis(words, jnp.maximum(ends, 0) >> 5, axis=1, mode="clip")
     can_end = (ends >= 0) & ((word >> (ends & 31).astype(jnp.uint32)) & 1 != 0)
-    order = jnp.arange(ends.shape[1], dtype=jnp.int32)
-    repeated = (ends[:, :, None] == ends[:, None, :]) & (order[None, None, :] < order[None, :, None])
-    can_end &= ~jnp.any(repeated, axis=2)
+    can_end &= is_first(ends)
     inside = np.full(words.shape[1], 0xFFFFFFFF, np.uint32)
     if vocab_size % 32:
         inside[-1] = (1 << vocab_size % 32) - 1
@@ -149,9 +166,16 @@ def end_ids(stop: StopRule):
 
 
 def _scale(z, params: SamplingParams):
-    """LenVM's multipliers; greedy rows have no temperature, hence no scale of it either."""
+    """LenVM's multipliers; greedy rows have no temperature, hence no scale of it either.
+
+    A compare for each of the few entries, not a scatter, which would copy z.
+    """
     ids = jnp.where(is_greedy(params)[:, None], PAD, params.scale_ids)
-    return _scatter(z, ids).multiply(params.scale_values, mode="drop")
+    token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    factor = jnp.ones_like(z)
+    for entry in range(ids.shape[1]):
+        factor = jnp.where(token == ids[:, entry, None], params.scale_values[:, entry, None], factor)
+    return z * factor
 
 
 def _divide(z, params: SamplingParams):
@@ -161,12 +185,6 @@ def _divide(z, params: SamplingParams):
     highest = jnp.max(z, axis=1)
     highest = jnp.where(highest > -jnp.inf, highest, 0)[:, None]
     return jnp.where(one[:, None], z, (z - highest) / temperature)
-
-
-def _scatter(z, ids):
-    """z.at[row, id] for ids i32[B, n]; PAD is moved beyond the end, where mode="drop" drops it."""
-    rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    return z.at[rows, jnp.where(ids < 0, z.shape[1], ids)]
 
 
 def _checked(result, z, transform):

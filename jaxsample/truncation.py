@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxsample import rng
 from jaxsample.candidates import Candidates, prefix_sum, row_max, tile_sum
-from jaxsample.params import MAX_SERVED_TOP_K, Features, SamplingParams
+from jaxsample.params import MAX_SERVED_TOP_K, TILE, Features, SamplingParams
 
 # A crossing this close to top_p (relative to m(A)) is left to the full row, so that no two routes cut apart.
 _MARGIN = np.float32(2.0**-18)
@@ -169,33 +169,25 @@ def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str)
       Cut.
     """
     highest = row_max(logits)
-    weights = jax.lax.optimization_barrier(jnp.exp(logits - highest[:, None]))
-    key = jax.lax.optimization_barrier(_order_key(logits))
-    passes = _passes_min_p(logits, highest, min_p)
-    num_min_p = jnp.maximum(_count(passes), 1)
-    k = _effective_top_k(top_k, vocab_size)
-    shortest = jnp.minimum(k, num_min_p)
+    key = _order_key(logits)
 
     def mass_of(mask):
-        return tile_sum(jnp.where(mask, weights, 0))
+        # The weights are computed anew in every pass: keeping them would double the memory.
+        return tile_sum(jnp.where(mask, jnp.exp(logits - highest[:, None]), 0))
 
-    if filter_order == "joint":
-        base_mass = mass_of(passes)
-    else:
-        length = shortest if filter_order == "vllm" else k
-        base_mass = mass_of(_prefix(key, *_first_prefix(key, lambda mask: _count(mask) >= length)))
-    wanted = jnp.where(top_p < 1, top_p * base_mass, jnp.inf)
+    passes = _passes_min_p(logits, highest, min_p)
+    lowest_passing = jnp.min(jnp.where(passes, key, np.iinfo(np.int32).max), axis=1)
+    by_min_p = (lowest_passing, jnp.full_like(top_k, logits.shape[1]))
+    by_top_k = _first_counted(key, _effective_top_k(top_k, vocab_size))
+    shorter = _shorter(by_min_p, by_top_k)
 
-    def reached(mask):
-        count = _count(mask)
-        return (count >= shortest) | ((mass_of(mask) >= wanted) & (count >= 1))
-
-    cut_key, cut_id = _first_prefix(key, reached)
-    return Cut(
-        value=_value_of_key(cut_key),
-        id=cut_id,
-        log_mass=rng.log(mass_of(_prefix(key, cut_key, cut_id))),
-    )
+    base = {"vllm": shorter, "hf": by_top_k, "joint": by_min_p}[filter_order]
+    # Above zero, so that top_p = 0 keeps the first token; never reached where top_p is off.
+    wanted = jnp.where(top_p < 1, jnp.maximum(top_p * mass_of(_prefix(key, *base)), _TINY), jnp.inf)
+    by_top_p = _first_weighing(key, mass_of, wanted, highest)
+    cut_key, cut_id = _shorter(shorter, by_top_p)
+    log_mass = rng.log(mass_of(_prefix(key, cut_key, cut_id)))
+    return Cut(_value_of_key(cut_key), cut_id, log_mass)
 
 
 def _effective_top_k(top_k, vocab_size: int):
@@ -228,34 +220,56 @@ def _prefix(key, last_key, last_id):
     return (key > last_key) | ((key == last_key) & (ids <= last_id[:, None]))
 
 
-def _first_prefix(key, reached):
-    """The shortest prefix of the order for which a monotone predicate holds; all tokens if it never does.
+def _shorter(one, other):
+    """The shorter of two prefixes, each a (key i32[B], id i32[B]) of its last token."""
+    first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+    return jax.tree.map(lambda ours, theirs: jnp.where(first, ours, theirs), one, other)
 
-    Bisection on the key's bits from above, then on the id among equal keys: 32 + log2(V') passes.
 
-    Args:
-      key: i32[B, V'] of `_order_key`.
-      reached: bool[B, V'] mask of a prefix -> bool[B], monotone in the prefix.
+def _first_counted(key, count):
+    """The first `count` tokens of the order, as (key, id) of the last; all tokens if there are fewer."""
+    last_key = _largest_key(key, lambda mask: _count(mask) >= count)
+    num_before = _count(key > last_key[:, None])
+    return last_key, _id_of_tie(key, last_key, count - num_before)
 
-    Returns:
-      (key i32[B], id i32[B]) of its last token.
+
+def _first_weighing(key, mass_of, wanted, highest):
+    """The shortest prefix of the order whose mass reaches `wanted`; all tokens if none does.
+
+    Tokens of one value weigh the same, so which of the tied ones is the last follows by division.
     """
-    num_rows, width = key.shape
-    no_id = jnp.full((num_rows,), -1, jnp.int32)
-    lowest = jnp.full((num_rows,), np.iinfo(np.int32).min, jnp.int32)
+    last_key = _largest_key(key, lambda mask: mass_of(mask) >= wanted)
+    missing = wanted - mass_of(key > last_key[:, None])
+    weight = jnp.exp(_value_of_key(last_key) - highest)
+    num_tied = _count(key == last_key[:, None])
+    needed = jnp.where(weight > 0, jnp.ceil(missing / weight), jnp.inf)
+    # Clipped as a float: a float past the int32 range has no defined conversion.
+    needed = jnp.clip(needed, 1, jnp.maximum(num_tied, 1).astype(jnp.float32)).astype(jnp.int32)
+    return last_key, _id_of_tie(key, last_key, needed)
 
-    def key_step(step, last_key):
-        # The first step adds 2^31, which wraps from the lowest key to 0: the keys' middle.
-        trial = last_key + (jnp.int32(1) << (31 - step))
+
+def _largest_key(key, reached):
+    """The largest key t for which `reached(key >= t)` holds, a monotone predicate; the least key if none.
+
+    Bisection on the bits from above: 32 passes over key i32[B, V'].
+    """
+
+    def step(index, last_key):
+        # The first step adds 2^31, which wraps from the least key to 0: the middle.
+        trial = last_key + (jnp.int32(1) << (31 - index))
         return jnp.where(reached(key >= trial[:, None]), trial, last_key)
 
-    last_key = jax.lax.fori_loop(0, 32, key_step, lowest)
-    num_bits = (width - 1).bit_length()
+    return jax.lax.fori_loop(0, 32, step, jnp.full((key.shape[0],), np.iinfo(np.int32).min, jnp.int32))
 
-    def id_step(step, before):
-        # `before` ids are known not to suffice; widen while that stays true.
-        trial = before + (jnp.int32(1) << (num_bits - 1 - step))
-        return jnp.where(reached(_prefix(key, last_key, trial)), before, trial)
 
-    before = jax.lax.fori_loop(0, num_bits, id_step, no_id)
-    return last_key, jnp.minimum(before + 1, width - 1)
+def _id_of_tie(key, last_key, number):
+    """The id of the number-th token (from 1) whose key is last_key; V' - 1 if there are fewer: i32[B]."""
+    num_rows, width = key.shape
+    tied = (key == last_key[:, None]).reshape(num_rows, width // TILE, TILE)
+    until = jnp.cumsum(jnp.sum(tied, axis=2, dtype=jnp.int32), axis=1)
+    number = number[:, None]
+    tile = jnp.argmax(until >= number, axis=1).astype(jnp.int32)[:, None]
+    in_tile = jnp.take_along_axis(tied, tile[:, :, None], axis=1, mode="clip")[:, 0].astype(jnp.int32)
+    before = jnp.take_along_axis(until, tile, axis=1, mode="clip") - jnp.sum(in_tile, axis=1, keepdims=True)
+    place = jnp.argmax(jnp.cumsum(in_tile, axis=1) >= number - before, axis=1).astype(jnp.int32)
+    return jnp.where(until[:, -1] >= number[:, 0], tile[:, 0] * TILE + place, width - 1)

@@ -87,13 +87,10 @@ def test_a_reused_slot_starts_clean():
     slot = np.zeros(1, np.int32)
     requests = js.release(requests, slot)
     assert int(requests.status[0]) == js.IDLE
-    again = js.admit(
-        requests, slot, params, stop, np.array([[9, 9]], np.int32), np.array([2], np.int32), limits=LIMITS
-    )
-    fresh = js.admit(
-        js.empty_requests(LIMITS, 1), slot, params, stop, np.array([[9, 9]], np.int32), np.array([2], np.int32),
-        limits=LIMITS,
-    )  # fmt: skip
+    prompt, length = np.array([[9, 9]], np.int32), np.array([2], np.int32)
+    again = js.admit(requests, slot, params, stop, prompt, length, limits=LIMITS)
+    empty = js.empty_requests(LIMITS, 1)
+    fresh = js.admit(empty, slot, params, stop, prompt, length, limits=LIMITS)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(fresh), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     again, _ = _step(again, [2])

@@ -1,0 +1,322 @@
+"""Runs a list of requests through a model to the end, one batch after another, token ids in and out.
+
+Prompts are prefilled in power-of-two chunks; each step's record is read after the next step is launched.
+Knows nothing of text, files or command lines.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsample import (
+    PAD,
+    RUNNING,
+    Limits,
+    SamplingParams,
+    StopRule,
+    make_params,
+    neutral_params,
+    required_features,
+    stack_rows,
+    unpack,
+)
+from models.decoder import DecoderConfig, Weights
+from models.programs import Programs, compile_programs, power_of_two
+
+_SMALLEST_CACHE = 128  # slots
+_OPEN_ENDED = 1024  # tokens that a request without max_tokens gets slots for
+_LISTS = {"num_bad_words": 32, "bad_word_length": 16}  # capacities above the defaults: words have spellings
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and what `jaxsample.make_params` takes by name."""
+
+    prompt: list[int]  # token ids, at least one
+    params: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one token, its rank (1 = likeliest), and the likeliest tokens there."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]  # (token id, logprob), best first
+
+
+@dataclasses.dataclass
+class Sample:
+    """One continuation of a request; n of them where the request asks for n."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # one a token, if asked for
+    status: int = RUNNING  # then as in jaxsample.requests
+
+
+@dataclasses.dataclass
+class Reply:
+    """What came of one request."""
+
+    samples: list[Sample]
+    prompt_logprobs: list[TokenLogprobs | None]  # the first token has none; empty unless asked for
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds on the host's clock, over all batches."""
+
+    compile: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0  # first batch: from the start of its prefill to its first token read
+    decode: float = 0.0  # from the launch of the first step to the last record read
+    num_tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.decode if self.decode > 0 else 0.0
+
+
+OnTokens = Callable[[int, int, list[int], int], None]  # (request, sample, token ids, status)
+
+
+def generate(
+    config: DecoderConfig,
+    weights: Weights,
+    requests: Sequence[Request],
+    *,
+    on_tokens: OnTokens = lambda request, sample, token_ids, status: None,
+    filter_order: str = "vllm",
+    logprobs_mode: str = "raw",
+    num_slots: int | None = None,
+    max_rows: int = 64,
+) -> tuple[list[Reply], Timing]:
+    """Runs all requests, up to max_rows rows a batch; all batches use the same compiled programs.
+
+    Args:
+      config, weights: the model.
+      requests: at least one.
+      on_tokens: called as tokens arrive, at most once a row and step.
+      filter_order, logprobs_mode: as in jaxsample.Features.
+      num_slots: cache slots a row; None: the power of two that holds every prompt and its max_tokens, at most
+        what the model was made for.
+      max_rows: most rows in a batch; a request with n > 1 has n.
+
+    Returns:
+      One Reply a request, and the times.
+
+    Raises:
+      ValueError: an empty prompt, one longer than the cache, or what make_params refuses.
+    """
+    limits = _limits(config, requests, num_slots)
+    rows = [_admissible(index, request, limits, len(requests)) for index, request in enumerate(requests)]
+    params, stop = stack_rows(rows)
+    features = required_features(
+        params, stop, limits=limits, filter_order=filter_order, logprobs_mode=logprobs_mode
+    )
+    batches = _batches([len(stop.max_tokens) for _, stop in rows], max_rows)
+    scored = [_wanted(request.params, "prompt_logprobs") for request in requests]
+    programs = compile_programs(
+        config,
+        weights,
+        limits=limits,
+        features=features,
+        num_rows=power_of_two(
+            max(sum(len(rows[index][1].max_tokens) for index in batch) for batch in batches)
+        ),
+        longest_prompt=max(len(request.prompt) for request in requests),
+        num_scored=max(scored),
+    )
+    timing = Timing(compile=programs.compile_seconds)
+    replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop in rows]
+    for batch in batches:
+        jobs = [_Job(index, requests[index], *rows[index], replies[index]) for index in batch]
+        _run_batch(programs, weights, jobs, on_tokens, timing)
+    return replies, timing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A request in a batch."""
+
+    index: int
+    request: Request
+    params: SamplingParams
+    stop: StopRule
+    reply: Reply
+
+
+def _run_batch(
+    programs: Programs, weights: Weights, jobs: Sequence[_Job], on_tokens: OnTokens, timing: Timing
+) -> None:
+    limits, num_rows = programs.limits, programs.num_rows
+    owners = [(job, child) for job in jobs for child in range(len(job.reply.samples))]  # by row
+    prompts = np.full((num_rows, programs.prompt_width), PAD, np.int32)
+    lengths = np.zeros(num_rows, np.int32)
+    for row, (job, _) in enumerate(owners):
+        lengths[row] = len(job.request.prompt)
+        prompts[row, : lengths[row]] = job.request.prompt
+    spare = [neutral_params(limits, num_rows - len(owners))] if len(owners) < num_rows else []
+    params, stop = stack_rows([(job.params, job.stop) for job in jobs] + spare)
+
+    started = time.perf_counter()
+    requests = programs.begin(params, stop, prompts, lengths)
+    cache = _prefill(programs, weights, prompts, lengths, owners)
+    jax.block_until_ready(cache)
+    begun = time.perf_counter()
+
+    # The host knows no more of the end than max_tokens and the cache: past that no step is launched.
+    most = max(
+        min(int(job.stop.max_tokens[0]), limits.max_length + 1 - len(job.request.prompt)) for job in jobs
+    )
+    waiting, num_launched, seen_first = None, 0, False
+    while True:
+        launched = None
+        if num_launched < most:
+            requests, cache, launched = programs.step(weights, requests, cache)
+            launched.copy_to_host_async()
+            num_launched += 1
+        if waiting is not None:
+            _deliver(programs, waiting, owners, on_tokens, timing)
+            if not seen_first and timing.first_token == 0.0:
+                timing.first_token = time.perf_counter() - started
+            seen_first = True
+            if all(job.reply.samples[child].status != RUNNING for job, child in owners):
+                break
+        if launched is None and waiting is None:
+            break
+        waiting = launched
+    timing.prefill += begun - started
+    timing.decode += time.perf_counter() - begun
+
+
+def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners):
+    cache = programs.new_cache()
+    done = np.zeros_like(lengths)
+    total = np.maximum(lengths - 1, 0)
+    for width in programs.chunks:
+        start = int(done.max())
+        counts = np.clip(total - start, 0, width).astype(np.int32)
+        if not counts.any():
+            break
+        window = np.full((len(lengths), width + 1), PAD, np.int32)
+        held = prompts[:, start : start + width + 1]
+        window[:, : held.shape[1]] = held
+        tokens = np.ascontiguousarray(window[:, :-1])
+        if programs.num_scored < 0:
+            cache = programs.prefill[width](weights, cache, tokens, done, counts)
+        else:
+            successors = np.ascontiguousarray(window[:, 1:])
+            cache, scored = programs.prefill[width](weights, cache, tokens, successors, done, counts)
+            _keep_scores(jax.device_get(scored), successors, counts, owners)
+        done = done + counts
+    if programs.num_scored >= 0:
+        for job, child in owners:
+            if child == 0 and _wanted(job.request.params, "prompt_logprobs") >= 0:
+                job.reply.prompt_logprobs.insert(0, None)
+    return cache
+
+
+def _keep_scores(scored, successors, counts, owners) -> None:
+    for row, (job, child) in enumerate(owners):
+        num_top = _wanted(job.request.params, "prompt_logprobs")
+        if child != 0 or num_top < 0:
+            continue
+        for column in range(counts[row]):
+            at = (row, column)
+            job.reply.prompt_logprobs.append(
+                _entry(
+                    successors[at],
+                    scored.token[at],
+                    scored.rank[at],
+                    scored.top_ids[at],
+                    scored.top[at],
+                    num_top,
+                )
+            )
+
+
+def _deliver(programs: Programs, record, owners, on_tokens: OnTokens, timing: Timing) -> None:
+    output = unpack(record, programs.features)
+    for row, (job, child) in enumerate(owners):
+        sample = job.reply.samples[child]
+        if sample.status != RUNNING:
+            continue
+        count = int(output.count[row])
+        tokens = output.tokens[row, :count].tolist()
+        sample.token_ids += tokens
+        sample.status = int(output.status[row])
+        num_top = int(job.params.num_logprobs[child])
+        if num_top >= 0:
+            sample.logprobs += [
+                _entry(
+                    token,
+                    output.logprobs[row, column],
+                    output.ranks[row, column],
+                    output.top_ids[row, column],
+                    output.top_logprobs[row, column],
+                    num_top,
+                )
+                for column, token in enumerate(tokens)
+            ]
+        timing.num_tokens += count
+        on_tokens(job.index, child, tokens, sample.status)
+
+
+def _entry(token, logprob, rank, top_ids, top, num_top: int) -> TokenLogprobs:
+    pairs = [(int(i), float(p)) for i, p in zip(top_ids[:num_top], top[:num_top]) if i != PAD]
+    return TokenLogprobs(int(token), float(logprob), int(rank), pairs)
+
+
+def _limits(config: DecoderConfig, requests: Sequence[Request], num_slots: int | None) -> Limits:
+    if num_slots is None:
+        longest = max(
+            len(request.prompt) + (max_tokens if isinstance(max_tokens, int) else _OPEN_ENDED)
+            for request in requests
+            for max_tokens in [request.params.get("max_tokens")]
+        )
+        num_slots = min(power_of_two(max(longest - 1, _SMALLEST_CACHE)), config.max_length)
+    num_top = max(
+        _wanted(request.params, name) for request in requests for name in ("logprobs", "prompt_logprobs")
+    )
+    defaults = Limits(vocab_size=config.vocab_size)
+    num_logprobs = min(max(num_top, 0), defaults.num_logprobs)
+    return dataclasses.replace(defaults, max_length=num_slots, num_logprobs=num_logprobs, **_LISTS)
+
+
+def _wanted(params: dict[str, Any], name: str) -> int:
+    number = params.get(name)
+    return number if isinstance(number, int) else -1
+
+
+def _admissible(
+    index: int, request: Request, limits: Limits, num_requests: int
+) -> tuple[SamplingParams, StopRule]:
+    try:
+        num_tokens = len(request.prompt)
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty, at least one token is needed")
+        if num_tokens > limits.max_length:
+            raise ValueError(f"the prompt has {num_tokens} tokens, the cache holds {limits.max_length}")
+        return make_params(limits, prompt_length=num_tokens, **request.params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"request {index}: {error}" if num_requests > 1 else str(error)) from None
+
+
+def _batches(sizes: Sequence[int], max_rows: int) -> list[list[int]]:
+    batches: list[list[int]] = [[]]
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size > max_rows:
+            raise ValueError(f"n is {size}, allowed is at most {max_rows} rows in a batch")
+        if filled + size > max_rows:
+            batches.append([])
+            filled = 0
+        batches[-1].append(index)
+        filled += size
+    return batches

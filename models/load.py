@@ -1,0 +1,50 @@
+"""One entry for every supported checkpoint: a Hugging Face folder or a GGUF file.
+
+Knows nothing about what the formats look like inside.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from models.decoder import DecoderConfig, Weights
+from models.load_gguf import load_gguf
+from models.load_safetensors import load_folder
+from models.text import Text
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint in memory."""
+
+    config: DecoderConfig
+    weights: Weights
+    text: Text | None  # None: the checkpoint has no tokenizer
+
+
+def load(path: str | pathlib.Path, dtype: Any) -> LoadedModel:
+    """Loads a checkpoint.
+
+    Args:
+      path: a folder with config.json and model.safetensors (and tokenizer.json), or a GGUF file.
+      dtype: float dtype of the weights on the device.
+
+    Returns:
+      LoadedModel.
+
+    Raises:
+      ValueError: no such path, an unknown format, an unsupported architecture, a damaged file, or
+        tensors that are missing, unexpected or misshapen.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return LoadedModel(*load_folder(path, dtype))
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file or folder")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF":
+        return LoadedModel(*load_gguf(path, dtype))
+    if path.suffix == ".safetensors":
+        raise ValueError(f"{path}: give the folder that holds config.json and model.safetensors")
+    raise ValueError(f"{path}: neither a model folder nor a GGUF file (it begins with {magic!r})")

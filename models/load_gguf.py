@@ -1,0 +1,136 @@
+"""Checkpoints in one GGUF file, through the `gguf` package's reader and dequantiser.
+
+Configuration, tokenizer and chat template come from the file's metadata.
+"""
+
+import pathlib
+from typing import Any
+
+import gguf
+import numpy as np
+
+from models.decoder import DecoderConfig, Weights
+from models.text import Text
+from models.tokenizer_gguf import special_tokens, tokenizer_from_gguf
+from models.weights import GGUF, assemble
+
+
+def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, Text | None]:
+    """Loads a GGUF file; quantised tensors are expanded to `dtype`.
+
+    Args:
+      path: the file.
+      dtype: float dtype of the weights.
+
+    Raises:
+      ValueError: a damaged or truncated file, an unsupported architecture, or tensors that are missing,
+        unexpected or misshapen.
+    """
+    try:
+        # The reader checks nothing: a short file surfaces as whichever NumPy or index error comes first.
+        reader = gguf.GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{path}: damaged or truncated GGUF file ({error})") from None
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    config = decoder_config(metadata, shapes, _frequency_factors(tensors))
+
+    def read(name: str) -> np.ndarray:
+        values = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
+        if metadata["general.architecture"] == "llama" and heads:
+            return pair_halves(values, heads)
+        return values
+
+    ignored = ["rope_freqs.weight"]
+    weights = assemble(config, GGUF, shapes, read, dtype, source=str(path), ignored=ignored)
+    return config, weights, text_from_gguf(metadata)
+
+
+def decoder_config(
+    metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]], factors: tuple[float, ...] | None
+) -> DecoderConfig:
+    """The architecture that the metadata describe; embeddings are tied where no output matrix is stored.
+
+    Args:
+      metadata: the file's keys and values.
+      shapes: shape of each tensor by name.
+      factors: divisors of the rotary frequencies, None where the file has none.
+
+    Raises:
+      ValueError: a missing key, or an architecture or rotary scaling that the decoder does not have.
+    """
+    kind = metadata.get("general.architecture")
+    if kind not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"GGUF architecture {kind!r} is not supported (llama, qwen2, qwen3 are)")
+
+    def need(name: str) -> Any:
+        if f"{kind}.{name}" not in metadata:
+            raise ValueError(f"GGUF metadata: no {kind}.{name}")
+        return metadata[f"{kind}.{name}"]
+
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"GGUF metadata: rope scaling {scaling!r} is not supported")
+    num_heads, width = need("attention.head_count"), need("embedding_length")
+    embedding = shapes.get("token_embd.weight", (0,))
+    return DecoderConfig(
+        vocab_size=metadata.get(f"{kind}.vocab_size", embedding[0]),
+        width=width,
+        num_layers=need("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=metadata.get(f"{kind}.attention.head_count_kv", num_heads),
+        head_size=metadata.get(f"{kind}.attention.key_length", width // num_heads),
+        mlp_width=need("feed_forward_length"),
+        norm_eps=need("attention.layer_norm_rms_epsilon"),
+        rope_theta=metadata.get(f"{kind}.rope.freq_base", 10000.0),
+        rope_factors=factors,
+        tied_embeddings="output.weight" not in shapes,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        max_length=need("context_length"),
+    )
+
+
+def text_from_gguf(metadata: dict[str, Any]) -> Text | None:
+    """The text side of a GGUF file's metadata; None where they hold no tokenizer.
+
+    Args:
+      metadata: the file's keys and values.
+
+    Raises:
+      ValueError: a kind of tokenizer that is not supported.
+    """
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return Text(
+        tokenizer_from_gguf(metadata),
+        tuple(dict.fromkeys(end for end in ends if end is not None)),
+        metadata.get("tokenizer.chat_template"),
+        special_tokens(metadata),
+    )
+
+
+def pair_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes GGUF's row order of Llama query and key matrices.
+
+    The file rotates neighbouring rows (2i, 2i+1) of a head; the decoder rotates rows (i, i + D/2).
+
+    Args:
+      values: [H * D, ...] rows as stored.
+      num_heads: H.
+
+    Returns:
+      The same rows, even ones of each head first.
+    """
+    rows = values.reshape(num_heads, -1, 2, *values.shape[1:])
+    return np.swapaxes(rows, 1, 2).reshape(values.shape)
+
+
+def _frequency_factors(tensors: dict[str, Any]) -> tuple[float, ...] | None:
+    if "rope_freqs.weight" not in tensors:
+        return None
+    tensor = tensors["rope_freqs.weight"]
+    return tuple(gguf.dequantize(tensor.data, tensor.tensor_type).ravel().tolist())

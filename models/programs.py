@@ -1,0 +1,176 @@
+"""The compiled programs that one run of generation needs: admission, prefill by chunk size, the decode step.
+
+All are lowered and compiled ahead of time, so that compile time is known and nothing compiles later. Knows
+nothing of requests' values or of text.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsample import (
+    Features,
+    KVCache,
+    Limits,
+    Logprobs,
+    admit,
+    attention_mask,
+    chain,
+    commit,
+    empty_requests,
+    init_cache,
+    make_decode_step,
+    make_prefill,
+    neutral_params,
+    score,
+)
+from models.decoder import DecoderConfig, Weights, decoder_functions
+
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 512  # prompt tokens in one prefill call
+_LARGEST_SCORED_CHUNK = 64  # the same where the logits of every position exist: [B, N, V] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Compiled for B rows and one set of capacities."""
+
+    limits: Limits
+    features: Features
+    num_rows: int  # B
+    prompt_width: int  # LP
+    chunks: tuple[int, ...]  # widths of the prefill calls, in order
+    begin: Callable[..., Any]  # (params, stop, prompts i32[B, LP], lengths i32[B]) -> Requests
+    new_cache: Callable[[], KVCache]
+    prefill: dict[int, Callable[..., Any]]  # by width, as made by make_prefill or make_scored_prefill
+    step: Callable[..., Any]  # as made by make_decode_step
+    num_scored: int  # top prompt logprobs; -1: prefill is the plain one
+    compile_seconds: float
+
+
+def compile_programs(
+    config: DecoderConfig,
+    weights: Weights,
+    *,
+    limits: Limits,
+    features: Features,
+    num_rows: int,
+    longest_prompt: int,
+    num_scored: int = -1,
+) -> Programs:
+    """Lowers and compiles everything for one shape of batch.
+
+    Args:
+      config, weights: the model.
+      limits, features: as for make_decode_step.
+      num_rows: B.
+      longest_prompt: tokens of the longest prompt, at least 1.
+      num_scored: top logprobs of each prompt token; 0 for the token's own only, -1 for none.
+
+    Returns:
+      Programs.
+    """
+    started = time.perf_counter()
+    forward, unembed = decoder_functions(config)
+    prompt_width = min(power_of_two(longest_prompt), limits.max_length)
+    largest = _LARGEST_CHUNK if num_scored < 0 else _LARGEST_SCORED_CHUNK
+    chunks = chunk_widths(longest_prompt - 1, min(largest, limits.max_length))
+
+    def begin(params, stop, prompts, lengths):
+        # Every slot is written, spare ones with a prompt of length 0, which is refused: none stays blank.
+        shapes = jax.eval_shape(lambda: empty_requests(limits, num_rows))
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        slots = jnp.arange(num_rows, dtype=jnp.int32)
+        return admit(blank, slots, params, stop, prompts, lengths, limits=limits)
+
+    def new_cache() -> KVCache:
+        dtype = jax.tree.leaves(weights)[0].dtype
+        shape = (config.num_layers, num_rows, limits.max_length, config.num_kv_heads, config.head_size)
+        return init_cache(*shape, dtype)
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    rows, prompts = integers(num_rows), integers(num_rows, prompt_width)
+    begin_jit = jax.jit(begin)
+    admission = (*neutral_params(limits, num_rows), prompts, rows)
+    requests = jax.eval_shape(begin, *admission)
+    cache = jax.eval_shape(new_cache)
+    step = make_decode_step(forward, unembed, limits=limits, features=features)
+    if num_scored < 0:
+        prefill, extra = make_prefill(forward, limits), 0
+    else:
+        prefill, extra = make_scored_prefill(forward, unembed, num_scored), 1
+
+    # Tracing holds the interpreter's lock, compiling does not: the longest compilation runs beside the rest.
+    with ThreadPoolExecutor() as pool:
+        jobs = {"step": pool.submit(step.lower(weights, requests, cache).compile)}
+        for width in dict.fromkeys(chunks):
+            tokens = [integers(num_rows, width)] * (1 + extra)
+            jobs[width] = pool.submit(prefill.lower(weights, cache, *tokens, rows, rows).compile)
+        jobs["begin"] = pool.submit(begin_jit.lower(*admission).compile)
+        done = {name: job.result() for name, job in jobs.items()}
+    return Programs(
+        limits=limits,
+        features=features,
+        num_rows=num_rows,
+        prompt_width=prompt_width,
+        chunks=chunks,
+        begin=done["begin"],
+        new_cache=jax.jit(new_cache),
+        prefill={width: done[width] for width in chunks},
+        step=done["step"],
+        num_scored=num_scored,
+        compile_seconds=time.perf_counter() - started,
+    )
+
+
+def chunk_widths(num_tokens: int, largest: int) -> tuple[int, ...]:
+    """Widths of the prefill calls for a prefix: powers of two, so that few programs serve every length.
+
+    Args:
+      num_tokens: tokens to commit, >= 0.
+      largest: most tokens in one call.
+
+    Returns:
+      Widths whose sum is at least num_tokens; empty for no tokens.
+    """
+    widths = []
+    while num_tokens > 0:
+        widths.append(min(max(power_of_two(num_tokens), _SMALLEST_CHUNK), largest))
+        num_tokens -= widths[-1]
+    return tuple(widths)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number` (>= 1)."""
+    return 1 << (number - 1).bit_length()
+
+
+def make_scored_prefill(forward: Callable, unembed: Callable, num_top: int) -> Callable:
+    """Build a jitted prefill that also gives the logprob of each token's successor.
+
+    Args:
+      forward, unembed: the model's two functions.
+      num_top: n, top logprobs beside the successor's own.
+
+    Returns:
+      prefill(weights, cache, tokens i32[B, N], successors i32[B, N], lengths i32[B], counts i32[B]) ->
+      (cache, Logprobs with [B, N] in place of B). The cache is donated. Otherwise as `make_prefill`.
+    """
+
+    def prefill(weights, cache: KVCache, tokens, successors, lengths, counts) -> tuple[KVCache, Logprobs]:
+        B, N = tokens.shape
+        order = jnp.arange(N, dtype=jnp.int32)[None, :]
+        mask = attention_mask(lengths, chain(N - 1), cache.num_slots)
+        hidden, staged = forward(weights, tokens, lengths[:, None] + order, cache, mask)
+        logits = unembed(weights, hidden)
+        scored = score(logits.reshape(B * N, -1), successors.reshape(B * N), num_top)
+        scored = jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), scored)
+        return commit(cache, staged, lengths, jnp.broadcast_to(order, (B, N)), counts), scored
+
+    return jax.jit(prefill, donate_argnums=(1,))

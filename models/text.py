@@ -1,0 +1,90 @@
+"""Between text and token ids: tokenizer, chat template, incremental detokenising.
+
+Knows nothing of files, weights or sampling.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no complete character
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """The text side of one model."""
+
+    tokenizer: tokenizers.Tokenizer
+    eos_token_ids: tuple[int, ...]  # ids that end a reply
+    chat_template: str | None  # Jinja source
+    special_tokens: dict[str, str]  # bos_token, eos_token and so on, for the template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (BOS)."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out; incomplete characters become U+FFFD."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The chat as the model's template writes it, ready for the reply.
+
+        Args:
+          messages: dicts with "role" and "content".
+
+        Raises:
+          ValueError: no template, or one that fails or refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError("the model has no chat template")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"the chat template failed: {error}") from None
+
+
+class Detokenizer:
+    """Text of one growing token sequence, piece by piece; never half a character.
+
+    The pieces joined, with the flush, equal the text of the whole sequence. Decoding restarts at the last
+    piece, not at its end, since some tokenizers drop the space before the first word of what they decode.
+    """
+
+    def __init__(self, text: Text):
+        self._text = text
+        self._window: list[int] = []  # ids of the last piece, then those whose text is held back
+        self._num_done = 0  # leading ids of the window whose text is out
+
+    def push(self, token: int) -> str:
+        """The text that becomes certain with one more token; "" while a character is incomplete."""
+        self._window.append(token)
+        whole = self._text.decode(self._window)
+        if whole.endswith(_REPLACEMENT):
+            return ""
+        piece = whole[len(self._done_text()) :]
+        if piece:
+            self._window = self._window[self._num_done :]
+            self._num_done = len(self._window)
+        return piece
+
+    def flush(self) -> str:
+        """The text held back, at the end of the sequence."""
+        piece = self._text.decode(self._window)[len(self._done_text()) :]
+        self._window, self._num_done = [], 0
+        return piece
+
+    def _done_text(self) -> str:
+        return self._text.decode(self._window[: self._num_done])
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,68 @@
+"""A `tokenizers` tokenizer out of GGUF metadata: byte-level BPE with the file's own pre-tokenizer.
+
+Knows nothing of chat templates or weights.
+"""
+
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
+
+# How the text is split before byte-pair merging, by `tokenizer.ggml.pre`.
+_PRE_TOKENIZERS = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    ),
+}
+
+
+def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Builds the tokenizer.
+
+    Args:
+      metadata: the file's keys and values.
+
+    Raises:
+      ValueError: a tokenizer that is not byte-level BPE, or an unknown pre-tokenizer.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ValueError(f"GGUF metadata: tokenizer.ggml.model {model!r} is not supported (gpt2 is)")
+    split = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if split not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise ValueError(f"GGUF metadata: tokenizer.ggml.pre {split!r} is not supported ({known} are)")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    tokenizer = tokenizers.Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    if metadata.get("tokenizer.ggml.add_bos_token", False):
+        begin = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[begin]} $A", special_tokens=[(tokens[begin], begin)]
+        )
+    return tokenizer
+
+
+def special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+    """The tokens that chat templates name: bos_token, eos_token, pad_token, unk_token, where given."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: tokens[token] for name, token in ids.items() if token is not None}
