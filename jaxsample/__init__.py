@@ -5,14 +5,32 @@ finish detection, as pure functions for jitted loops. `sample` is the one call a
 `make_decode_step` is the whole step.
 """
 
+from jaxsample.adaptive import DraftLength, adaptive, draft_length_of, new_draft_length, update_draft_length
 from jaxsample.admission import make_params
 from jaxsample.candidates import Candidates, log_sum_exp, summarize
-from jaxsample.decode import StepOutput, make_decode_step, make_prefill, unpack
+from jaxsample.decode import StepOutput, make_decode_step, make_prefill, make_split_step, unpack
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
 from jaxsample.history import History, append, start
-from jaxsample.kvcache import KVCache, Staged, attention_mask, commit, init_cache
+from jaxsample.kvcache import (
+    KVCache,
+    Staged,
+    WriteMetrics,
+    as_stored,
+    attention_mask,
+    bytes_per_row,
+    commit,
+    count_writes,
+    gather_layer,
+    init_cache,
+    init_write_metrics,
+    stage,
+)
+from jaxsample.law import Law, log_probs, residual
 from jaxsample.logprobs import Logprobs, score
+from jaxsample.lossless import GivenNoise, accept_prefix, verify_block, verify_rejection
+from jaxsample.lossless_tree import verify_tree_distinct, verify_tree_points, verify_tree_replaced
+from jaxsample.paged import PagedKVCache, init_paged_cache
 from jaxsample.params import (
     PAD,
     Features,
@@ -25,6 +43,17 @@ from jaxsample.params import (
     stack_rows,
 )
 from jaxsample.penalties import bad_word_bans, penalize
+from jaxsample.propose import (
+    Proposer,
+    draw_proposals,
+    first_proposals,
+    head_proposer,
+    model_proposer,
+    ngram_proposer,
+    propose_ngram,
+    widen,
+)
+from jaxsample.quantize import dequantize, quantize, round_to_storage
 from jaxsample.requests import (
     CANCELLED,
     ERROR,
@@ -45,8 +74,9 @@ from jaxsample.requests import (
 )
 from jaxsample.sample import Sampled, sample
 from jaxsample.shaping import Shaped, shape
+from jaxsample.target import Target, draw_target, law_of, logprobs_of, make_target
 from jaxsample.truncation import Cut, cut_candidates, cut_rows, kept
-from jaxsample.verify import Verdict, verify_match
+from jaxsample.verify import Verdict, accept_matching, verify_match
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,11 +93,16 @@ __all__ = [
     "Candidates",
     "Cut",
     "Draft",
+    "DraftLength",
     "Features",
+    "GivenNoise",
     "History",
     "KVCache",
+    "Law",
     "Limits",
     "Logprobs",
+    "PagedKVCache",
+    "Proposer",
     "Requests",
     "Sampled",
     "SamplingParams",
@@ -75,41 +110,78 @@ __all__ = [
     "Staged",
     "StepOutput",
     "StopRule",
+    "Target",
     "Tree",
     "Verdict",
+    "WriteMetrics",
+    "accept_matching",
+    "accept_prefix",
+    "adaptive",
     "admit",
     "advance",
     "append",
+    "as_stored",
     "attention_mask",
     "bad_word_bans",
+    "bytes_per_row",
     "cancel",
     "chain",
     "commit",
+    "count_writes",
     "cut_candidates",
     "cut_rows",
+    "dequantize",
+    "draft_length_of",
     "draw_candidates",
+    "draw_proposals",
     "draw_rows",
+    "draw_target",
     "empty_requests",
     "finish",
     "finish_reason",
+    "first_proposals",
     "from_paths",
+    "gather_layer",
+    "head_proposer",
     "init_cache",
+    "init_paged_cache",
+    "init_write_metrics",
     "kept",
+    "law_of",
+    "log_probs",
     "log_sum_exp",
+    "logprobs_of",
     "make_decode_step",
     "make_params",
     "make_prefill",
+    "make_split_step",
+    "make_target",
+    "model_proposer",
     "neutral_params",
+    "new_draft_length",
+    "ngram_proposer",
     "penalize",
+    "propose_ngram",
+    "quantize",
     "release",
     "required_features",
+    "residual",
+    "round_to_storage",
     "sample",
     "score",
     "set_rows",
     "shape",
     "stack_rows",
+    "stage",
     "start",
     "summarize",
     "unpack",
+    "update_draft_length",
+    "verify_block",
     "verify_match",
+    "verify_rejection",
+    "verify_tree_distinct",
+    "verify_tree_points",
+    "verify_tree_replaced",
+    "widen",
 ]

@@ -8,9 +8,12 @@ reduction takes another order for another shape, and its last bits move.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsample import rng
 from jaxsample.params import TILE
@@ -35,6 +38,16 @@ class Candidates:
     ids: jax.Array
     max: jax.Array
     sum: jax.Array
+
+
+def tidy(x):
+    """float32 of a model's logits: NaN and +inf to -inf, -0.0 and subnormals to 0.
+
+    Equal values then have equal bits on every backend. Elementwise, to be applied where logits are read.
+    """
+    x = x.astype(jnp.float32)
+    x = jnp.where(jnp.isnan(x) | (x == jnp.inf), -jnp.inf, x)
+    return jnp.where(jnp.abs(x) < np.finfo(np.float32).tiny, 0, x)
 
 
 def summarize(logits, num_candidates: int) -> Candidates:
@@ -66,7 +79,7 @@ def row_max(logits):
     return jnp.where(highest > -jnp.inf, highest, 0)
 
 
-def first_tokens(logits, count: int):
+def first_tokens(logits, count: int, prepare: Callable[..., Any] = lambda x: x):
     """The `count` first tokens of the order: (values f32[B, C], ids i32[B, C]), C = min(count, V').
 
     Every one of the first C tokens lies in one of the first C groups of neighbouring ids, groups ordered by
@@ -74,21 +87,29 @@ def first_tokens(logits, count: int):
     token that comes before it. So one pass for maxima, then only C groups are sorted.
 
     Args:
-      logits: f32[B, V'] as in `summarize`.
+      logits: f32[B, V'] as in `summarize`, after `prepare`.
+      count: C.
+      prepare: elementwise function of the logits, applied where they are read, so that no prepared copy of
+        the row is made.
     """
     num_rows, width = logits.shape
     count = min(count, width)
     num_groups = width // _GROUP
     if num_groups <= 2 * count:
-        return jax.lax.top_k(logits, count)
+        return _top_k(prepare(logits), count)
     grouped = logits.reshape(num_rows, num_groups, _GROUP)
-    _, groups = jax.lax.top_k(jnp.max(grouped, axis=2), count)
+    _, groups = _top_k(jnp.max(prepare(grouped), axis=2), count)
     # Ascending ids, so that the stable top-k below breaks ties by id.
     groups = jnp.sort(groups, axis=1)
     chosen = jnp.take_along_axis(grouped, groups[:, :, None], axis=1, mode="clip")
-    values, index = jax.lax.top_k(chosen.reshape(num_rows, count * _GROUP), count)
+    values, index = _top_k(prepare(chosen).reshape(num_rows, count * _GROUP), count)
     group = jnp.take_along_axis(groups, index // _GROUP, axis=1, mode="clip")
     return values, group * _GROUP + index % _GROUP
+
+
+def _top_k(x, count: int):
+    # Behind a barrier: XLA:CPU turns a slice of top_k's result into a full sort.
+    return jax.lax.optimization_barrier(jax.lax.top_k(x, count))
 
 
 def tile_sum(x):

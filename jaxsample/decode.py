@@ -1,4 +1,4 @@
-"""The decode step: forward, sample, verify, finish, commit, advance, as one jitted function.
+"""The decode step: propose, forward, sample, verify, finish, commit, advance, as one jitted function.
 
 The one file that knows all of the library. A model is two pure functions:
 
@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsample.draft import ROOT, Draft, chain
+from jaxsample.draft import ROOT, Draft, Tree, chain
 from jaxsample.kvcache import KVCache, attention_mask, commit
 from jaxsample.logprobs import Logprobs
+from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import Features, Limits
-from jaxsample.requests import Requests, advance, finish
-from jaxsample.sample import sample
+from jaxsample.propose import Proposer
+from jaxsample.requests import RUNNING, Requests, advance, finish
+from jaxsample.target import Target, logprobs_of
 from jaxsample.verify import Verdict, verify_match
 
 
@@ -31,6 +33,7 @@ class StepOutput:
 
     Fields:
       tokens: i32[B, M], the first count[b] are emitted, PAD behind. count: i32[B]. status: i32[B].
+      drafted: i32[B], proposals offered. accepted: i32[B], those emitted.
       logprobs: f32[B, M], ranks: i32[B, M], top_ids: i32[B, M, n], top_logprobs: f32[B, M, n]; of width 0
         along M where the program computes no logprobs.
     """
@@ -38,6 +41,8 @@ class StepOutput:
     tokens: np.ndarray
     count: np.ndarray
     status: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
     logprobs: np.ndarray
     ranks: np.ndarray
     top_ids: np.ndarray
@@ -45,52 +50,65 @@ class StepOutput:
 
 
 def make_decode_step(
-    forward: Callable[..., Any], unembed: Callable[..., Any], *, limits: Limits, features: Features
+    forward: Callable[..., Any],
+    unembed: Callable[..., Any],
+    *,
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None = None,
+    verify: Callable[..., Verdict] = verify_match,
 ):
-    """Build the jitted step: one token for every running slot.
+    """Build the jitted step: one token or more for every running slot.
 
     Args:
       forward, unembed: the model's two functions, see the module's text.
       limits: capacities.
       features: stages of this program; it serves rows that need these or fewer.
+      proposer: where drafts come from; None decodes plainly.
+      verify: (target, draft, tree) -> Verdict, one of the verify_* functions.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
-      requests and cache are donated. `allowed` is the grammar mask u32[B, W]. Slots that do not run are
-      left as they are. Read the record with `unpack`, best after the next step is launched.
+      requests and cache are donated. `allowed` is the grammar mask, u32[B, W]; with a proposer its masks
+      depend on the draft, so use `make_split_step`. With a proposer, weights is the pair (model's,
+      proposer's) and cache the pair (model's, proposer's state), given and returned. Slots that do not run
+      are left as they are. Read the record with `unpack`, best after the next step is launched.
     """
-    tree = ROOT
+    ahead, tail = _halves(forward, unembed, limits, features, proposer, verify)
 
-    def step(weights, requests: Requests, cache: KVCache, allowed=None, transform_args=()):
-        tokens = requests.root[:, None]
-        positions = requests.length[:, None] + jnp.asarray(tree.depth)[None, :]
-        mask = attention_mask(requests.length, tree, cache.num_slots)
-        with jax.named_scope("forward"):
-            hidden, staged = forward(weights, tokens, positions, cache, mask)
-        with jax.named_scope("unembed"):
-            logits = unembed(weights, hidden)
-        with jax.named_scope("sample"):
-            sampled = sample(
-                logits[:, 0],
-                requests.params,
-                requests.length + 1,
-                stop=requests.stop,
-                history=requests.history,
-                allowed=allowed,
-                limits=limits,
-                features=features,
-                transform_args=transform_args,
-            )
-        with jax.named_scope("update"):
-            draft = Draft(tokens, jnp.zeros_like(requests.length))
-            verdict = verify_match(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
-            verdict, status = finish(requests, verdict, limits=limits)
-            cache = commit(cache, staged, requests.length, verdict.path, verdict.count)
-            requests = advance(requests, verdict, status)
-            record = _pack(verdict, status, sampled.logprobs)
-        return requests, cache, record
+    def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
+        return tail(weights, requests, cache, ahead(weights, requests, cache), allowed, transform_args)
 
     return jax.jit(step, donate_argnums=(1, 2))
+
+
+def make_split_step(
+    forward: Callable[..., Any],
+    unembed: Callable[..., Any],
+    *,
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None = None,
+    verify: Callable[..., Verdict] = verify_match,
+):
+    """The step as two programs, for grammars: masks are made while the model runs.
+
+    Args: as `make_decode_step`.
+
+    Returns:
+      (propose, forward, tail), all jitted:
+      propose(weights, requests, cache) -> drafted, whose first entry is the Draft to make masks for;
+      ahead(weights, requests, cache, drafted) -> ahead, the model's pass;
+      tail(weights, requests, cache, drafted, ahead, allowed u32[B, N, W], transform_args=()) -> (requests,
+      cache, record), with requests and cache donated. Launch ahead, read the draft's tokens i32[B, N], fill
+      the masks, launch tail.
+    """
+    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
+
+    def last(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
+        return tail(weights, requests, cache, (drafted, ahead), allowed, transform_args)
+
+    return jax.jit(propose), jax.jit(forward_pass), jax.jit(last, donate_argnums=(1, 2))
 
 
 def make_prefill(forward: Callable[..., Any], limits: Limits):
@@ -132,9 +150,9 @@ def unpack(record, features: Features) -> StepOutput:
     num_rows, width = record.shape
     num_top = features.num_logprobs
     has_logprobs = num_top >= 0
-    num_columns = (width - 2) // (3 + 2 * num_top if has_logprobs else 1)
-    fields = np.split(record, np.cumsum([1, 1, num_columns]), axis=1)
-    status, count, tokens, rest = fields[0][:, 0], fields[1][:, 0], fields[2], fields[3]
+    num_columns = (width - _NUM_COUNTS) // (3 + 2 * num_top if has_logprobs else 1)
+    status, count, drafted, accepted = record[:, :_NUM_COUNTS].T
+    tokens, rest = np.split(record[:, _NUM_COUNTS:], [num_columns], axis=1)
     as_float = lambda bits: np.ascontiguousarray(bits).view(np.float32)
     columns = num_columns if has_logprobs else 0
     top = max(num_top, 0)
@@ -145,6 +163,8 @@ def unpack(record, features: Features) -> StepOutput:
         tokens=tokens,
         count=count,
         status=status,
+        drafted=drafted,
+        accepted=accepted,
         logprobs=as_float(logprobs),
         ranks=ranks,
         top_ids=top_ids.reshape(num_rows, columns, top),
@@ -152,15 +172,91 @@ def unpack(record, features: Features) -> StepOutput:
     )
 
 
-def _pack(verdict: Verdict, status, logprobs: Logprobs | None):
-    """One i32[B, R]: status, count, M tokens; then logprobs, ranks, top ids, top logprobs if there are any."""
-    columns = [status[:, None], verdict.count[:, None], verdict.tokens]
+_NUM_COUNTS = 4
+
+
+def _parts(forward, unembed, limits: Limits, features: Features, proposer: Proposer | None, verify):
+    """The step's three parts: propose, the model's pass, and all that follows."""
+    tree: Tree = ROOT if proposer is None else proposer.tree
+
+    def propose(weights, requests: Requests, cache):
+        if proposer is None:
+            return Draft(requests.root[:, None], jnp.zeros_like(requests.length)), ()
+        with jax.named_scope("propose"):
+            return proposer.propose(weights[1], cache[1], requests)
+
+    def forward_pass(weights, requests: Requests, cache, drafted):
+        if proposer is not None:
+            weights, cache = weights[0], cache[0]
+        # PAD has no embedding; what its row says is never looked at.
+        tokens = jnp.maximum(drafted[0].tokens, 0)
+        positions = requests.length[:, None] + jnp.asarray(tree.depth)[None, :]
+        mask = attention_mask(requests.length, tree, cache.num_slots)
+        with jax.named_scope("forward"):
+            hidden, staged = forward(weights, tokens, positions, cache, mask)
+        with jax.named_scope("unembed"):
+            return hidden, staged, unembed(weights, hidden)
+
+    def tail(weights, requests: Requests, cache, ahead, allowed, transform_args):
+        (draft, draft_staged), (hidden, staged, logits) = ahead
+        with jax.named_scope("sample"):
+            target = node_target(
+                logits,
+                requests.params,
+                requests.stop,
+                requests.history,
+                requests.length + 1,
+                draft.tokens,
+                tree,
+                limits=limits,
+                features=features,
+                allowed=allowed,
+                transform_args=transform_args,
+                law=verify is not verify_match,
+            )
+            verdict = verify(target, draft, tree)
+        with jax.named_scope("update"):
+            verdict, status = finish(requests, verdict, limits=limits)
+            logprobs = _emitted_logprobs(target, verdict, tree)
+            drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
+            record = _pack(verdict, status, drafted, logprobs)
+            committed = cache if proposer is None else cache[0]
+            committed = commit(committed, staged, requests.length, verdict.path, verdict.count)
+            if proposer is not None:
+                state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
+                committed = (committed, state)
+            requests = advance(requests, verdict, status)
+        return requests, committed, record
+
+    return propose, forward_pass, tail
+
+
+def _halves(forward, unembed, limits, features, proposer, verify):
+    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
+
+    def ahead(weights, requests, cache):
+        drafted = propose(weights, requests, cache)
+        return drafted, forward_pass(weights, requests, cache, drafted)
+
+    return ahead, tail
+
+
+def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:
+    """Logprobs of the emitted tokens, each from the row of the node it follows: B * M rows."""
+    if target.features.num_logprobs < 0:
+        return None
+    if tree.num_nodes > 1:
+        target = take_nodes(target, verdict.path, tree.num_nodes)
+    return logprobs_of(target, verdict.tokens.reshape(-1))
+
+
+def _pack(verdict: Verdict, status, drafted, logprobs: Logprobs | None):
+    """i32[B, R]: status, count, drafted, accepted, M tokens; then logprobs, ranks, top ids, top logprobs."""
+    num_rows = verdict.tokens.shape[0]
+    accepted = jnp.sum(verdict.accepted, axis=1, dtype=jnp.int32)
+    columns = [status[:, None], verdict.count[:, None], drafted[:, None], accepted[:, None], verdict.tokens]
     if logprobs is not None:
         as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
-        columns += [
-            as_bits(logprobs.token)[:, None],
-            logprobs.rank[:, None],
-            logprobs.top_ids,
-            as_bits(logprobs.top),
-        ]
+        parts = (as_bits(logprobs.token), logprobs.rank, logprobs.top_ids, as_bits(logprobs.top))
+        columns += [part.reshape(num_rows, -1) for part in parts]
     return jnp.concatenate(columns, axis=1)

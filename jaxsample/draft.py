@@ -7,6 +7,7 @@ root alone (`ROOT`); a chain of K proposals is a tree with one child a node.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,6 +62,20 @@ class Tree:
         return ancestors
 
     @functools.cached_property
+    def paths(self) -> np.ndarray:
+        """i32[N, max_depth]: the nodes below the root down to each node itself, -1 behind."""
+        paths = np.full((self.num_nodes, self.max_depth), -1, np.int32)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            paths[node] = paths[parent]
+            paths[node, self.depth[node] - 1] = node
+        return paths
+
+    @functools.cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The nodes that have children, in order: those a drafter needs a distribution for."""
+        return tuple(node for node, nodes in enumerate(self.children) if nodes)
+
+    @functools.cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each node, in order."""
         children: list[list[int]] = [[] for _ in self.parents]
@@ -103,7 +118,10 @@ class Draft:
       tokens: i32[B, N], the token of each node; node 0 holds the root, the last token emitted. PAD (-1) in a
         node ends its branch.
       num_live: i32[B], proposals of each row (the root is not one): nodes 1 ... num_live count.
+      law: the distributions the proposals were drawn from, a `Law` [B, I] for the I inner nodes of the tree
+        (those with children) in order; None for proposals that were not drawn at all (a point mass each).
     """
 
     tokens: jax.Array
     num_live: jax.Array
+    law: Any = None

@@ -22,18 +22,19 @@ def draw_rows(logits, noise, cut: Cut | None = None):
       cut: which tokens are kept; None keeps all that can be drawn.
     """
     best = jnp.full(noise[0].shape, -jnp.inf)
-    word = jnp.zeros(noise[0].shape, jnp.int32)
+    word = jnp.zeros(noise[0].shape, jnp.uint8)
     call = jax.lax.broadcasted_iota(jnp.int32, noise[0].shape, 1)
     for index, (z, noise_word) in enumerate(zip(split_words(logits), noise, strict=True)):
         scores = z + noise_word
         if cut is not None:
             scores = jnp.where(is_kept(z, 4 * call + index, cut), scores, -jnp.inf)
-        word = jnp.where(scores > best, index, word)
+        word = jnp.where(scores > best, jnp.uint8(index), word)
         best = jnp.maximum(scores, best)
     # Materialised, a quarter of the row each: fused into the argmax, the generator would run as scalar code.
     best, word = jax.lax.optimization_barrier((best, word))
     winner = jnp.argmax(best, axis=1).astype(jnp.int32)[:, None]
-    return (4 * winner + jnp.take_along_axis(word, winner, axis=1, mode="clip"))[:, 0]
+    word = jnp.take_along_axis(word, winner, axis=1, mode="clip").astype(jnp.int32)
+    return (4 * winner + word)[:, 0]
 
 
 def split_words(rows):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsample.draft import Tree
 from jaxsample.params import PAD, Limits
 
 
@@ -22,6 +23,8 @@ class History:
       output_counts: u8, u16 or i32[B, V], how often each token was emitted.
       tokens: i32[B, S + 1], prompt then output, PAD behind.
       num_prompt: i32[B]. num_emitted: i32[B].
+      pending: i32[B, D], proposals before this row on its own draft path (PAD behind), in tokens and
+        num_emitted already, not yet in output_counts; D = 0 outside a step.
     """
 
     prompt_seen: jax.Array
@@ -29,6 +32,7 @@ class History:
     tokens: jax.Array
     num_prompt: jax.Array
     num_emitted: jax.Array
+    pending: jax.Array
 
 
 def count_dtype(limits: Limits):
@@ -67,6 +71,7 @@ def start(limits: Limits, prompts, prompt_lengths) -> History:
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width)), constant_values=PAD),
         num_prompt=prompt_lengths,
         num_emitted=jnp.zeros((num_rows,), jnp.int32),
+        pending=jnp.zeros((num_rows, 0), jnp.int32),
     )
 
 
@@ -93,6 +98,45 @@ def append(history: History, tokens, count) -> History:
         tokens=history.tokens.at[rows, slot].set(tokens, mode="drop"),
         num_emitted=history.num_emitted + count,
     )
+
+
+def at_nodes(history: History, draft_tokens, tree: Tree) -> History:
+    """The history each node of a draft would have if its own path were emitted: B * N rows.
+
+    Counts are not copied: the few proposals of a path stay in `pending`.
+
+    Args:
+      history: History of B rows.
+      draft_tokens: i32[B, N], node 0 the root (already in the history).
+      tree: static tree of the N nodes.
+    """
+    num_nodes = tree.num_nodes
+    repeated = repeat_rows(history, num_nodes)
+    path = jnp.asarray(tree.paths)  # i32[N, D], nodes from the root's child down to the node itself
+    pending = jnp.where(path[None] >= 0, draft_tokens[:, jnp.maximum(path, 0)], PAD)
+    pending = pending.reshape(repeated.tokens.shape[0], tree.max_depth)
+    depth = jnp.tile(jnp.asarray(tree.depth), history.tokens.shape[0])
+    step = jnp.arange(tree.max_depth, dtype=jnp.int32)[None, :]
+    slot = (repeated.num_prompt + repeated.num_emitted)[:, None] + step
+    slot = jnp.where(step < depth[:, None], slot, history.tokens.shape[1])
+    rows = jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None]
+    return dataclasses.replace(
+        repeated,
+        tokens=repeated.tokens.at[rows, slot].set(pending, mode="drop"),
+        num_emitted=repeated.num_emitted + depth,
+        pending=pending,
+    )
+
+
+def repeat_rows(tree, times: int):
+    """Every row of a pytree [B, ...] `times` times in a row: [B * times, ...]."""
+
+    def repeat(leaf):
+        leaf = jnp.asarray(leaf)
+        wide = jnp.broadcast_to(leaf[:, None], (leaf.shape[0], times, *leaf.shape[1:]))
+        return wide.reshape(leaf.shape[0] * times, *leaf.shape[1:])
+
+    return jax.tree.map(repeat, tree)
 
 
 def last_output(history: History, num_tokens: int):

@@ -1,11 +1,12 @@
-"""Keys and values: the committed ones in a contiguous cache, the staged ones beside it until a verdict.
+"""Keys and values: the committed ones in a cache, the staged ones beside it until a verdict.
 
 Knows nothing about tokens or why a row was accepted. The model reads the cache and returns `Staged`; `commit`
 writes exactly the accepted rows, in place on a donated cache. Rejected and idle rows are never written, so
 nothing is rolled back. An uncommitted `Staged` is a cancelled one.
 
-The cache is stacked by layer, [L, B, S, H, D]: the one exception to "rows first", so that one scatter commits
-all layers.
+A cache is contiguous (`KVCache`) or paged (`PagedKVCache`), its numbers are floats or one byte each with
+scales beside them; every function here takes any of these. It is stacked by layer, [L, ...]: the one
+exception to "rows first", so that one scatter commits all layers.
 """
 
 import dataclasses
@@ -14,6 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxsample.draft import Tree
+from jaxsample.paged import PagedKVCache
+from jaxsample.quantize import (
+    dequantize,
+    empty_storage,
+    encode,
+    is_quantized,
+    quantize,
+    round_to_storage,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -22,16 +32,43 @@ class KVCache:
     """Committed keys and values; S slots a row, of which each row's own length counts.
 
     Fields:
-      keys: [L, B, S, H, D], any float dtype.
+      keys: [L, B, S, H, D], any float dtype, int8, or uint8 for float8_e4m3fn.
       values: [L, B, S, H, D], the same dtype.
+      key_scales, value_scales: f32[L, B, S, H] where the dtype has one byte, else None.
     """
 
     keys: jax.Array
     values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.keys.shape[1]
 
     @property
     def num_slots(self) -> int:
         return self.keys.shape[2]
+
+    def places(self, slot, kept):
+        """The two indices behind the layer at which slots lie: row and slot, i32[B, M] each.
+
+        Args:
+          slot: i32[B, M], slots of each row, distinct along M.
+          kept: bool[B, M]; where False the slot lies beyond the end.
+        """
+        num_rows, num_steps = slot.shape
+        row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], slot.shape)
+        # A slot of its own for each index that is dropped, so that all stay unique.
+        beyond = self.num_slots + jnp.arange(num_steps, dtype=jnp.int32)[None, :]
+        return row, jnp.where(kept, slot, beyond)
+
+    def read(self, array, layer):
+        """One layer of a stacked array [L, B, S, ...]: [B, S, ...], a slice."""
+        return array[layer]
+
+
+Cache = KVCache | PagedKVCache
 
 
 @jax.tree_util.register_dataclass
@@ -40,25 +77,34 @@ class Staged:
     """New keys and values of the N nodes of a step, not yet in the cache.
 
     Fields:
-      keys: [L, B, N, H, D].
-      values: [L, B, N, H, D].
+      keys: float[L, B, N, H, D].
+      values: float[L, B, N, H, D].
+      key_scales, value_scales: f32[L, B, N, H] if the numbers are rounded to a one-byte cache, of `stage`;
+        None otherwise.
     """
 
     keys: jax.Array
     values: jax.Array
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
 
 
 def init_cache(
     num_layers: int, num_rows: int, num_slots: int, num_heads: int, head_size: int, dtype
 ) -> KVCache:
-    """An empty cache of zeros.
+    """An empty contiguous cache of zeros.
 
     Args:
       num_layers: L. num_rows: B. num_slots: S. num_heads: H, key-value heads. head_size: D.
-      dtype: a float dtype.
+      dtype: a float dtype, int8 or float8_e4m3fn.
+
+    Raises:
+      ValueError: another dtype.
     """
     shape = (num_layers, num_rows, num_slots, num_heads, head_size)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    keys, key_scales = empty_storage(shape, dtype)
+    values, value_scales = empty_storage(shape, dtype)
+    return KVCache(keys, values, key_scales, value_scales)
 
 
 def attention_mask(lengths, tree: Tree, num_slots: int):
@@ -78,55 +124,185 @@ def attention_mask(lengths, tree: Tree, num_slots: int):
     return jnp.concatenate([committed, staged], axis=2)
 
 
-def commit(cache: KVCache, staged: Staged, lengths, path, count) -> KVCache:
+def gather_layer(cache: Cache, layer):
+    """The keys and values of one layer in the order of the slots, as a model attends to them.
+
+    A contiguous float cache is sliced, nothing is copied; pages are gathered, one-byte numbers dequantised.
+
+    Args:
+      cache: either kind.
+      layer: an int, or i32[] on the device, 0 ... L - 1.
+
+    Returns:
+      keys, values [B, S, H, D] in the cache's dtype, float32 where that has one byte. What lies at a row's
+      length and beyond is meaningless and must be masked.
+    """
+    keys, values = cache.read(cache.keys, layer), cache.read(cache.values, layer)
+    if cache.key_scales is None or cache.value_scales is None:
+        return keys, values
+    keys = dequantize(keys, cache.read(cache.key_scales, layer))
+    return keys, dequantize(values, cache.read(cache.value_scales, layer))
+
+
+def stage(keys, values, storage) -> Staged:
+    """New keys and values with the bits that `gather_layer` will give once they are committed.
+
+    A model attends to these and returns them, so that the step that stages a token sees it as later steps
+    do. Committing them stores what committing the unrounded numbers would, to the bit.
+
+    Args:
+      keys, values: float[..., H, D].
+      storage: the dtype of the cache's keys.
+
+    Returns:
+      Staged in the cache's dtype; float32 with scales where that has one byte.
+    """
+    keys, key_scales = round_to_storage(keys, storage)
+    values, value_scales = round_to_storage(values, storage)
+    return Staged(keys, values, key_scales, value_scales)
+
+
+def as_stored(staged: Staged, cache: Cache) -> Staged:
+    """`stage` of rows that are staged already, for this cache."""
+    return stage(staged.keys, staged.values, cache.keys.dtype)
+
+
+def commit(cache: Cache, staged: Staged, lengths, path, count):
     """Write the accepted rows: node path[b, m] goes to slot lengths[b] + m, for m < count[b].
 
     Nothing else changes. Donate the cache to the jitted function that calls this and the write is in place.
+    One-byte caches store the quantised rows, and their scales under the same mask.
 
     Args:
-      cache: KVCache.
-      staged: Staged of the same layers, rows, heads and dtype.
+      cache: KVCache or PagedKVCache.
+      staged: Staged of the same layers, rows and heads; of the same dtype, or any float where the cache's
+        has one byte.
       lengths: i32[B], committed slots before this call.
       path: i32[B, M], nodes along the accepted path, the root first; entries at m >= count are ignored.
-      count: i32[B], rows to write, 0 ... M. A slot at S or above is dropped.
+      count: i32[B], rows to write, 0 ... M. A slot at S or above, or on a page not allocated, is dropped.
 
     Returns:
-      KVCache.
+      The cache, of the same type.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, at trace time.
     """
     _check_shapes(cache, staged, lengths, path, count)
-    num_layers, num_rows, num_slots = cache.keys.shape[:3]
-    num_emitted = path.shape[1]
+    num_layers, num_nodes, num_emitted = cache.keys.shape[0], staged.keys.shape[2], path.shape[1]
     step = jnp.arange(num_emitted, dtype=jnp.int32)[None, :]
     slot = lengths[:, None] + step
-    # Rows that must not land get an index beyond the end, one of their own each, so that indices stay unique.
-    dropped = (step >= count[:, None]) | (slot >= num_slots)
-    slot = jnp.where(dropped, num_slots + step, slot)
+    major, minor = cache.places(slot, (step < count[:, None]) & (slot < cache.num_slots))
 
     layer = jnp.arange(num_layers, dtype=jnp.int32)[:, None, None]
-    row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
-    node = jnp.clip(path, 0, staged.keys.shape[2] - 1)
+    row = jnp.arange(path.shape[0], dtype=jnp.int32)[None, :, None]
+    node = jnp.clip(path, 0, num_nodes - 1)
+
+    def accepted(new):
+        return new if num_nodes == num_emitted == 1 else new[layer, row, node[None]]
 
     def write(committed, new):
-        if new.shape[2] != 1 or num_emitted != 1:
-            new = new[layer, row, node[None]]
-        return committed.at[layer, row, slot[None]].set(new, mode="drop", unique_indices=True)
+        return committed.at[layer, major[None], minor[None]].set(new, mode="drop", unique_indices=True)
 
-    return KVCache(write(cache.keys, staged.keys), write(cache.values, staged.values))
+    def encoded(new, scales):
+        if scales is None:
+            return quantize(accepted(new), cache.keys.dtype)
+        scales = accepted(scales)
+        return encode(accepted(new), scales, cache.keys.dtype), scales
+
+    if cache.key_scales is None or cache.value_scales is None:
+        return dataclasses.replace(
+            cache,
+            keys=write(cache.keys, accepted(staged.keys)),
+            values=write(cache.values, accepted(staged.values)),
+        )
+    keys, key_scales = encoded(staged.keys, staged.key_scales)
+    values, value_scales = encoded(staged.values, staged.value_scales)
+    return dataclasses.replace(
+        cache,
+        keys=write(cache.keys, keys),
+        values=write(cache.values, values),
+        key_scales=write(cache.key_scales, key_scales),
+        value_scales=write(cache.value_scales, value_scales),
+    )
 
 
-def _check_shapes(cache, staged, lengths, path, count):
-    num_layers, num_rows, _, num_heads, head_size = cache.keys.shape
+def bytes_per_row(cache: Cache) -> int:
+    """Bytes that committing one row writes: keys, values and scales of one token in all layers."""
+    arrays = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return sum(x.size // (x.shape[1] * x.shape[2]) * x.dtype.itemsize for x in arrays if x is not None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WriteMetrics:
+    """What the steps of each row staged and wrote so far; staged = committed + rejected.
+
+    The bytes that were not written are rejected * bytes_per_row(cache).
+
+    Fields:
+      windows: i32[B], steps the row took part in.
+      staged: i32[B], rows of keys and values that were made, the root's among them.
+      committed: i32[B], rows that were written.
+      rejected: i32[B], rows that were not.
+      accepted: i32[B], proposals among the committed rows, the root not being one.
+    """
+
+    windows: jax.Array
+    staged: jax.Array
+    committed: jax.Array
+    rejected: jax.Array
+    accepted: jax.Array
+
+
+def init_write_metrics(num_rows: int) -> WriteMetrics:
+    """Zeros for B = num_rows rows, each field a buffer of its own."""
+    return WriteMetrics(*(jnp.zeros((num_rows,), jnp.int32) for _ in dataclasses.fields(WriteMetrics)))
+
+
+def count_writes(metrics: WriteMetrics, num_staged, verdict_count, running) -> WriteMetrics:
+    """Add one step.
+
+    Args:
+      metrics: WriteMetrics of B rows.
+      num_staged: i32[B], rows that count as staged: the root and the live proposals.
+      verdict_count: i32[B], rows committed, 0 ... num_staged; 0 for a step that failed or was cancelled.
+      running: bool[B]; a row that idles adds nothing, whatever its other numbers are.
+    """
+    staged = jnp.where(running, num_staged, 0)
+    committed = jnp.where(running, verdict_count, 0)
+    return WriteMetrics(
+        windows=metrics.windows + running.astype(jnp.int32),
+        staged=metrics.staged + staged,
+        committed=metrics.committed + committed,
+        rejected=metrics.rejected + staged - committed,
+        accepted=metrics.accepted + jnp.maximum(committed - 1, 0),
+    )
+
+
+def _check_shapes(cache: Cache, staged, lengths, path, count):
+    num_layers, num_rows = cache.keys.shape[0], cache.num_rows
+    storage, heads = cache.keys.dtype, cache.keys.shape[3:]
     for name, new, old in (("keys", staged.keys, cache.keys), ("values", staged.values, cache.values)):
-        expected = (num_layers, num_rows, staged.keys.shape[2], num_heads, head_size)
+        expected = (num_layers, num_rows, *staged.keys.shape[2:3], *heads)
         if old.shape != cache.keys.shape or new.ndim != 5 or new.shape != expected:
             raise ValueError(
                 f"staged {name} have shape {new.shape}, the cache {old.shape}: expected {expected}"
             )
-        if new.dtype != old.dtype:
+        if is_quantized(storage) and not jnp.issubdtype(new.dtype, jnp.floating):
+            raise ValueError(f"staged {name} are {new.dtype}, a cache of {old.dtype} takes floats")
+        if old.dtype != storage or (not is_quantized(storage) and new.dtype != storage):
             raise ValueError(f"staged {name} are {new.dtype}, the cache is {old.dtype}: they must be equal")
+    scales = (cache.key_scales, cache.value_scales)
+    expected = cache.keys.shape[:4] if is_quantized(storage) else None
+    if any((None if x is None else x.shape) != expected for x in scales):
+        found = [None if x is None else x.shape for x in scales]
+        raise ValueError(f"scales have shapes {found}, a cache of {storage} needs {expected} for both")
+    for new, name in ((staged.key_scales, "key_scales"), (staged.value_scales, "value_scales")):
+        expected = (num_layers, num_rows, *staged.keys.shape[2:4])
+        if new is not None and (new.shape != expected or not is_quantized(storage)):
+            raise ValueError(
+                f"staged {name} have shape {new.shape}: expected {expected}, and None for {storage}"
+            )
     for name, array, ndim in (("lengths", lengths, 1), ("path", path, 2), ("count", count, 1)):
         if array.ndim != ndim or array.shape[0] != num_rows or array.dtype != jnp.int32:
             raise ValueError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsample import rng
-from jaxsample.candidates import Candidates, first_tokens, normaliser
+from jaxsample.candidates import Candidates, first_tokens, normaliser, tidy
 from jaxsample.params import PAD, TILE
 from jaxsample.truncation import Cut, is_kept
 
@@ -47,9 +47,7 @@ def score(logits, ids, num_top: int = 0) -> Logprobs:
     vocab_size = logits.shape[1]
     if num_top > vocab_size:
         raise ValueError(f"num_top is {num_top}, allowed is at most the vocabulary's {vocab_size}")
-    z = logits.astype(jnp.float32)
-    z = jnp.where(z == 0, 0, z)
-    z = jnp.pad(z, ((0, 0), (0, -vocab_size % TILE)), constant_values=-jnp.inf)
+    z = jnp.pad(logits, ((0, 0), (0, -vocab_size % TILE)), constant_values=-jnp.inf)
     ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, PAD)
     return raw_logprobs(z, ids, num_top)
 
@@ -58,12 +56,12 @@ def raw_logprobs(raw, tokens, num_top: int) -> Logprobs:
     """Logprobs from the model's own logits.
 
     Args:
-      raw: f32[B, V'], -inf in padding columns.
+      raw: [B, V'] in any float dtype, -inf in padding columns; NaN and +inf count as -inf.
       tokens: i32[B], PAD for no token.
       num_top: n.
     """
-    highest, total = normaliser(raw)
-    top, top_ids = first_tokens(raw, num_top)
+    highest, total = normaliser(tidy(raw))
+    top, top_ids = first_tokens(raw, num_top, tidy)
     norm = rng.log(total)
     return _logprobs(raw, tokens, highest, norm, top - highest[:, None] - norm[:, None], top_ids)
 
@@ -99,7 +97,9 @@ def limit_top(logprobs: Logprobs, num_asked) -> Logprobs:
 def _logprobs(logits, tokens, highest, norm, top, top_ids):
     there = tokens >= 0
     at = jnp.maximum(tokens, 0)[:, None]
-    value = jnp.take_along_axis(logits, at, axis=1, mode="clip")
+    # Tidied after the gather, so that no tidy copy of the row is made; shaped logits stay as they are.
+    value = tidy(jnp.take_along_axis(logits, at, axis=1, mode="clip"))
+    logits = tidy(logits)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     before = (logits > value) | ((logits == value) & (ids < at))
     rank = 1 + jnp.sum(before, axis=1, dtype=jnp.int32)

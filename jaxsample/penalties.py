@@ -3,6 +3,7 @@
 Knows nothing about randomness. Every function reads a `History` and leaves neutral rows bit-unchanged.
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxsample.history import History, last_output, unpack_bits
@@ -29,6 +30,10 @@ def penalize(logits, params: SamplingParams, history: History):
     counts = history.output_counts
     if counts.shape[1] < width:
         counts = jnp.pad(counts, ((0, 0), (0, width - counts.shape[1])))
+    counts = counts.astype(jnp.int32)
+    token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    for step in range(history.pending.shape[1]):
+        counts += (token == history.pending[:, step, None]).astype(jnp.int32)
     said = counts > 0
     seen = said | unpack_bits(history.prompt_seen, width)
     repetition = params.repetition_penalty[:, None]

@@ -3,13 +3,16 @@
 Knows nothing about tokens, logits or batches beyond "one seed and one position a row". The generator is
 Philox4x32-10 in plain uint32 arithmetic, so that the same bits come out of XLA code, NumPy and kernels:
 
-    counter = (lane // 4, position, purpose, 0), key = (low word of seed, high word of seed)
+    counter = (lane // 4, position, purpose, node), key = (low word of seed, high word of seed)
 
 and lane n takes word n % 4 of the four that one call makes. A lane is a token id, or a tree node for
-acceptance tests. Any slice of the lanes has the bits of the same lanes in the full range.
+acceptance tests; node is 0 but for DRAFT noise, which a step draws for many nodes at one position. Any slice
+of the lanes has the bits of the same lanes in the full range.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,7 @@ _LN2_LOW = np.float32(-14240 * 2.0**-26)
 _SQRT_HALF_BITS = 0x3F3504F3
 
 
-def gumbel(seed, position, purpose: int, lane):
+def gumbel(seed, position, purpose, lane, node: Any = 0):
     """Gumbel noise of given lanes: -log(-log1p(-u)).
 
     The uniform is small where the noise is large, so the winning tail lies where float32 is fine: the
@@ -40,21 +43,22 @@ def gumbel(seed, position, purpose: int, lane):
     Args:
       seed: u32[B, 2], low and high word of each row's 64-bit seed.
       position: i32[B], absolute index of the token being chosen.
-      purpose: TARGET, ACCEPT, RESIDUAL or DRAFT.
+      purpose: TARGET, ACCEPT, RESIDUAL or DRAFT; one for all rows, or i32[B].
       lane: i32[k] or i32[B, k], lanes (token ids), each in [0, 2^31).
+      node: tree node the noise is drawn at; one for all rows, or i32[B].
 
     Returns:
       f32[B, k].
     """
-    return _gumbel_of(noise_bits(seed, position, purpose, lane))
+    return _gumbel_of(noise_bits(seed, position, purpose, lane, node))
 
 
-def gumbel_range(seed, position, purpose: int, num_lanes: int):
+def gumbel_range(seed, position, purpose, num_lanes: int):
     """Gumbel noise of the lanes 0 ... num_lanes - 1: f32[B, num_lanes]."""
     return _gumbel_of(noise_range(seed, position, purpose, num_lanes))
 
 
-def gumbel_words(seed, position, purpose: int, num_calls: int):
+def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0):
     """Gumbel noise of the lanes 0 ... 4 * num_calls - 1, as the four words of each generator call.
 
     The form for whole rows: interleaving the words would make XLA run the generator once a lane.
@@ -62,29 +66,29 @@ def gumbel_words(seed, position, purpose: int, num_calls: int):
     Returns:
       Four f32[B, num_calls]; entry [b, c] of word w is lane 4 * c + w.
     """
-    words = _range_words(seed, position, purpose, num_calls)
+    words = _range_words(seed, position, purpose, num_calls, node)
     # XLA:CPU takes ten times as long to compile the generator together with what follows it.
     words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
     return tuple(_gumbel_of(word) for word in words)
 
 
-def uniform(seed, position, purpose: int, lane):
+def uniform(seed, position, purpose, lane):
     """Uniform noise (bits + 0.5) * 2^-32 in float32, in (0, 1 - 2^-24]: f32[B, k]. Args as for `gumbel`."""
     return _uniform_of(noise_bits(seed, position, purpose, lane))
 
 
-def noise_bits(seed, position, purpose: int, lane):
+def noise_bits(seed, position, purpose, lane, node: Any = 0):
     """32 random bits a lane: u32[B, k]. Args as for `gumbel`."""
     lane = jnp.asarray(lane).astype(jnp.uint32)
     if lane.ndim == 1:
         lane = lane[None, :]
-    words = philox4x32(_counter(lane >> 2, position, purpose), (seed[:, 0:1], seed[:, 1:2]))
+    words = philox4x32(_counter(lane >> 2, position, purpose, node), (seed[:, 0:1], seed[:, 1:2]))
     word = lane & 3
     first = jnp.where(word == 0, words[0], words[1])
     return jnp.where(word < 2, first, jnp.where(word == 2, words[2], words[3]))
 
 
-def noise_range(seed, position, purpose: int, num_lanes: int):
+def noise_range(seed, position, purpose, num_lanes: int):
     """32 random bits for each of the lanes 0 ... num_lanes - 1: u32[B, num_lanes]."""
     num_calls = -(-num_lanes // 4)
     words = _range_words(seed, position, purpose, num_calls)
@@ -151,9 +155,9 @@ def log(x):
     return exponent * _LN2_HIGH + (exponent * _LN2_LOW + jnp.log1p(mantissa - 1))
 
 
-def _range_words(seed, position, purpose: int, num_calls: int):
+def _range_words(seed, position, purpose, num_calls: int, node: Any = 0):
     call = jax.lax.broadcasted_iota(jnp.uint32, (1, num_calls), 1)
-    return philox4x32(_counter(call, position, purpose), (seed[:, 0:1], seed[:, 1:2]))
+    return philox4x32(_counter(call, position, purpose, node), (seed[:, 0:1], seed[:, 1:2]))
 
 
 def _materialised(*arrays):
@@ -171,9 +175,11 @@ def _uniform_of(bits):
     return jnp.minimum(value, np.float32(1 - 2.0**-24))
 
 
-def _counter(call, position, purpose: int):
-    position = jnp.asarray(position).astype(jnp.uint32)[:, None]
-    return call, position, jnp.full_like(position, purpose), jnp.zeros_like(position)
+def _counter(call, position, purpose, node):
+    column = lambda x: jnp.asarray(x).astype(jnp.uint32).reshape(-1, 1)
+    position = column(position)
+    wide = lambda x: jnp.broadcast_to(column(x), position.shape)
+    return call, position, wide(purpose), wide(node)
 
 
 def _multiply_wide(x, constant: int):

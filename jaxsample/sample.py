@@ -1,6 +1,6 @@
 """The one call a plain loop needs: logits in, one token a row out.
 
-Composes shaping, summary, truncation, draw and logprobs; equal to one decode step's choice without a draft.
+Composes shaping, target, draw and logprobs; equal to one decode step's choice without a draft.
 Knows nothing about requests, caches or finishing.
 """
 
@@ -9,14 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsample import rng
-from jaxsample.candidates import summarize
-from jaxsample.draw import draw_candidates, draw_rows, split_words
 from jaxsample.history import History
-from jaxsample.logprobs import Logprobs, limit_top, processed_logprobs, raw_logprobs
-from jaxsample.params import PAD, Features, Limits, SamplingParams, StopRule
-from jaxsample.shaping import Shaped, shape
-from jaxsample.truncation import is_filtered, is_greedy, truncate
+from jaxsample.logprobs import Logprobs
+from jaxsample.params import Features, Limits, SamplingParams, StopRule
+from jaxsample.shaping import shape
+from jaxsample.target import draw_target, logprobs_of, make_target
 
 
 @jax.tree_util.register_dataclass
@@ -87,52 +84,9 @@ def sample(
         features=features,
         transform_args=transform_args,
     )
-    return _choose(shaped, params, position, noise, limits, features)
-
-
-def _choose(shaped: Shaped, params, position, noise, limits, features) -> Sampled:
-    z = shaped.logits
-    processed = features.num_logprobs >= 0 and features.logprobs_mode == "processed"
-    logprobs = None
-    if not (features.filters or processed):
-        tokens = draw_rows(z, _row_noise(noise, z, params, position))
-        tokens = jnp.where(shaped.valid, tokens, PAD)
-    else:
-        candidates = summarize(z, features.num_candidates)
-        cut, num_kept = truncate(z, candidates, params, vocab_size=limits.vocab_size, features=features)
-        # Where the program can cut full rows, one draw over the row serves all. Else rows that may be cut
-        # draw among their candidates: the same token, since its noise depends on its id alone.
-        row_noise = _row_noise(noise, z, params, position)
-        tokens = draw_rows(z, row_noise, cut if features.full_rows else None)
-        if not features.full_rows:
-            among = draw_candidates(candidates, _noise_of(noise, candidates.ids, params, position), num_kept)
-            tokens = jnp.where(is_filtered(params, limits.vocab_size), among, tokens)
-        tokens = jnp.where(shaped.valid, tokens, PAD)
-        if processed:
-            logprobs = processed_logprobs(z, tokens, candidates, cut, features.num_logprobs)
-    if features.num_logprobs >= 0:
-        if logprobs is None:
-            logprobs = raw_logprobs(shaped.raw, tokens, features.num_logprobs)
-        logprobs = limit_top(logprobs, params.num_logprobs)
-    return Sampled(tokens, shaped.valid, logprobs)
-
-
-def _row_noise(given, z, params, position):
-    """Noise of all ids, as the four words of `draw_rows`; 0 for greedy rows."""
-    if given is not None:
-        words = split_words(jnp.pad(given, ((0, 0), (0, z.shape[1] - given.shape[1]))))
-    else:
-        words = rng.gumbel_words(params.seed, position, rng.TARGET, z.shape[1] // 4)
-    return tuple(jnp.where(is_greedy(params)[:, None], 0, word) for word in words)
-
-
-def _noise_of(given, ids, params, position):
-    """Noise of given ids i32[B, C]: f32[B, C]; 0 for greedy rows."""
-    if given is not None:
-        noise = jnp.take_along_axis(given, jnp.minimum(ids, given.shape[1] - 1), axis=1, mode="clip")
-    else:
-        noise = rng.gumbel(params.seed, position, rng.TARGET, ids)
-    return jnp.where(is_greedy(params)[:, None], 0, noise)
+    target = make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features)
+    tokens = draw_target(target, noise)
+    return Sampled(tokens, shaped.valid, logprobs_of(target, tokens))
 
 
 def _check(logits, params, position, stop, history, allowed, noise, limits):

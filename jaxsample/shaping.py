@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsample.candidates import tidy
 from jaxsample.history import History, unpack_bits
 from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams, StopRule
 from jaxsample.penalties import bad_word_bans, penalize
 from jaxsample.truncation import is_greedy
 
-_TINY = np.finfo(np.float32).tiny
+_MAX_COMPARED = 32
 _HUGE = np.finfo(np.float32).max
 
 
@@ -29,7 +30,7 @@ class Shaped:
     Fields:
       logits: f32[B, V'], shaped; rows at temperature 1 (and greedy ones) keep their scale, others hold
         (z - max) / temperature.
-      raw: f32[B, V'], the model's own.
+      raw: [B, V'] in the model's dtype, its own logits, untouched (see `candidates.tidy`); -inf behind V.
       valid: bool[B]. False: NaN or +inf among the row's real columns, or nothing left that can be drawn.
     """
 
@@ -71,8 +72,8 @@ def shape(
       ValueError: shapes that do not fit, at trace time.
     """
     vocab_size = limits.vocab_size
-    real, bad = _at_the_door(logits, vocab_size)
-    z = real
+    raw, bad = _at_the_door(logits, vocab_size)
+    z = tidy(raw)
     if features.shapes:
         z = _add_bias(z, params)
         if history is not None:
@@ -88,26 +89,30 @@ def shape(
         z = _scale(z, params)
         z = jnp.minimum(z, _HUGE)
     valid = ~bad & jnp.any(z > -jnp.inf, axis=1)
-    return Shaped(_zero_is_zero(_divide(z, params)), real, valid)
+    return Shaped(tidy(_divide(z, params)), raw, valid)
 
 
 def _at_the_door(logits, vocab_size: int):
-    """float32 of the real columns, padded with -inf to whole tiles; and which rows hold NaN or +inf."""
+    """The real columns, padded with -inf to whole tiles; and which rows hold NaN or +inf."""
     width = -(-vocab_size // TILE) * TILE
-    real = logits[:, :vocab_size].astype(jnp.float32)
-    unfit = jnp.isnan(real) | (real == jnp.inf)
-    real = _zero_is_zero(jnp.where(unfit, -jnp.inf, real))
+    raw = logits[:, :vocab_size]
+    bad = jnp.any(jnp.isnan(raw) | (raw == jnp.inf), axis=1)
     if width > vocab_size:
-        real = jnp.pad(real, ((0, 0), (0, width - vocab_size)), constant_values=-np.inf)
-    return real, jnp.any(unfit, axis=1)
-
-
-def _zero_is_zero(z):
-    """-0.0 and subnormals to 0, so that equal values have equal bits on every backend."""
-    return jnp.where(jnp.abs(z) < _TINY, 0, z)
+        raw = jnp.pad(raw, ((0, 0), (0, width - vocab_size)), constant_values=-np.inf)
+    return raw, bad
 
 
 def _add_bias(z, params: SamplingParams):
+    """z + bias at the biased ids.
+
+    Up to 32 entries by a compare each, in the pass that reads z; more by a scatter, which makes a copy of z.
+    """
+    num_entries = params.bias_ids.shape[1]
+    if num_entries <= _MAX_COMPARED:
+        token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        for entry in range(num_entries):
+            z = jnp.where(token == params.bias_ids[:, entry, None], z + params.bias_values[:, entry, None], z)
+        return z
     rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
     # PAD goes beyond the end, where it is dropped: -1 would wrap.
     ids = jnp.where(params.bias_ids < 0, z.shape[1], params.bias_ids)

@@ -25,6 +25,7 @@ from jaxsample.params import MAX_SERVED_TOP_K, TILE, Features, SamplingParams
 # A crossing this close to top_p (relative to m(A)) is left to the full row, so that no two routes cut apart.
 _MARGIN = np.float32(2.0**-18)
 _TINY = np.finfo(np.float32).tiny
+_KEY_OF_MINUS_INF = -0x7F800001  # the integer that orders as -inf does
 
 
 @jax.tree_util.register_dataclass
@@ -169,25 +170,23 @@ def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str)
       Cut.
     """
     highest = row_max(logits)
-    key = _order_key(logits)
 
     def mass_of(mask):
         # The weights are computed anew in every pass: keeping them would double the memory.
         return tile_sum(jnp.where(mask, jnp.exp(logits - highest[:, None]), 0))
 
     passes = _passes_min_p(logits, highest, min_p)
-    lowest_passing = jnp.min(jnp.where(passes, key, np.iinfo(np.int32).max), axis=1)
+    lowest_passing = jnp.min(jnp.where(passes, logits, jnp.inf), axis=1)
     by_min_p = (lowest_passing, jnp.full_like(top_k, logits.shape[1]))
-    by_top_k = _first_counted(key, _effective_top_k(top_k, vocab_size))
+    by_top_k = _first_counted(logits, _effective_top_k(top_k, vocab_size))
     shorter = _shorter(by_min_p, by_top_k)
 
     base = {"vllm": shorter, "hf": by_top_k, "joint": by_min_p}[filter_order]
     # Above zero, so that top_p = 0 keeps the first token; never reached where top_p is off.
-    wanted = jnp.where(top_p < 1, jnp.maximum(top_p * mass_of(_prefix(key, *base)), _TINY), jnp.inf)
-    by_top_p = _first_weighing(key, mass_of, wanted, highest)
-    cut_key, cut_id = _shorter(shorter, by_top_p)
-    log_mass = rng.log(mass_of(_prefix(key, cut_key, cut_id)))
-    return Cut(_value_of_key(cut_key), cut_id, log_mass)
+    wanted = jnp.where(top_p < 1, jnp.maximum(top_p * mass_of(_prefix(logits, *base)), _TINY), jnp.inf)
+    by_top_p = _first_weighing(logits, mass_of, wanted, highest)
+    value, last_id = _shorter(shorter, by_top_p)
+    return Cut(value, last_id, rng.log(mass_of(_prefix(logits, value, last_id))))
 
 
 def _effective_top_k(top_k, vocab_size: int):
@@ -204,72 +203,73 @@ def _count(mask):
     return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
-def _order_key(values):
-    """i32 that orders as the float32 values do; no value may be -0.0."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _value_of_key(key):
-    return jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
-
-
-def _prefix(key, last_key, last_id):
-    ids = jax.lax.broadcasted_iota(jnp.int32, key.shape, 1)
-    last_key = last_key[:, None]
-    return (key > last_key) | ((key == last_key) & (ids <= last_id[:, None]))
+def _prefix(logits, value, last_id):
+    """bool[B, V']: the tokens up to (value f32[B], id i32[B]) in the order."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    value = value[:, None]
+    return (logits > value) | ((logits == value) & (ids <= last_id[:, None]))
 
 
 def _shorter(one, other):
-    """The shorter of two prefixes, each a (key i32[B], id i32[B]) of its last token."""
+    """The shorter of two prefixes, each the (value f32[B], id i32[B]) of its last token."""
     first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
     return jax.tree.map(lambda ours, theirs: jnp.where(first, ours, theirs), one, other)
 
 
-def _first_counted(key, count):
-    """The first `count` tokens of the order, as (key, id) of the last; all tokens if there are fewer."""
-    last_key = _largest_key(key, lambda mask: _count(mask) >= count)
-    num_before = _count(key > last_key[:, None])
-    return last_key, _id_of_tie(key, last_key, count - num_before)
+def _first_counted(logits, count):
+    """The first `count` tokens of the order, as (value, id) of the last; all tokens if there are fewer."""
+    value = _largest_value(logits, lambda mask: _count(mask) >= count)
+    num_before = _count(logits > value[:, None])
+    return value, _id_of_tie(logits, value, count - num_before)
 
 
-def _first_weighing(key, mass_of, wanted, highest):
+def _first_weighing(logits, mass_of, wanted, highest):
     """The shortest prefix of the order whose mass reaches `wanted`; all tokens if none does.
 
     Tokens of one value weigh the same, so which of the tied ones is the last follows by division.
     """
-    last_key = _largest_key(key, lambda mask: mass_of(mask) >= wanted)
-    missing = wanted - mass_of(key > last_key[:, None])
-    weight = jnp.exp(_value_of_key(last_key) - highest)
-    num_tied = _count(key == last_key[:, None])
+    value = _largest_value(logits, lambda mask: mass_of(mask) >= wanted)
+    missing = wanted - mass_of(logits > value[:, None])
+    weight = jnp.exp(value - highest)
+    num_tied = _count(logits == value[:, None])
     needed = jnp.where(weight > 0, jnp.ceil(missing / weight), jnp.inf)
     # Clipped as a float: a float past the int32 range has no defined conversion.
     needed = jnp.clip(needed, 1, jnp.maximum(num_tied, 1).astype(jnp.float32)).astype(jnp.int32)
-    return last_key, _id_of_tie(key, last_key, needed)
+    return value, _id_of_tie(logits, value, needed)
 
 
-def _largest_key(key, reached):
-    """The largest key t for which `reached(key >= t)` holds, a monotone predicate; the least key if none.
+def _largest_value(logits, reached):
+    """The largest value t for which `reached(logits >= t)` holds, a monotone predicate; -inf if none does.
 
-    Bisection on the bits from above: 32 passes over key i32[B, V'].
+    Bisection, from the top bit down, on the integers that order as float32 values do: 32 passes.
     """
 
     def step(index, last_key):
         # The first step adds 2^31, which wraps from the least key to 0: the middle.
         trial = last_key + (jnp.int32(1) << (31 - index))
-        return jnp.where(reached(key >= trial[:, None]), trial, last_key)
+        return jnp.where(reached(logits >= _value_of_key(trial)[:, None]), trial, last_key)
 
-    return jax.lax.fori_loop(0, 32, step, jnp.full((key.shape[0],), np.iinfo(np.int32).min, jnp.int32))
+    least = jnp.full((logits.shape[0],), np.iinfo(np.int32).min, jnp.int32)
+    return _value_of_key(jax.lax.fori_loop(0, 32, step, least))
 
 
-def _id_of_tie(key, last_key, number):
-    """The id of the number-th token (from 1) whose key is last_key; V' - 1 if there are fewer: i32[B]."""
-    num_rows, width = key.shape
-    tied = (key == last_key[:, None]).reshape(num_rows, width // TILE, TILE)
+def _value_of_key(key):
+    """The value of an order key, -inf for keys below its own; subnormals count as 0."""
+    key = jnp.maximum(key, _KEY_OF_MINUS_INF)
+    value = jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+    return jnp.where(jnp.abs(value) < _TINY, 0, value)
+
+
+def _id_of_tie(logits, value, number):
+    """The id of the number-th token (from 1) of a value; V' - 1 if there are fewer: i32[B]."""
+    num_rows, width = logits.shape
+    tied = (logits == value[:, None]).reshape(num_rows, width // TILE, TILE)
     until = jnp.cumsum(jnp.sum(tied, axis=2, dtype=jnp.int32), axis=1)
     number = number[:, None]
     tile = jnp.argmax(until >= number, axis=1).astype(jnp.int32)[:, None]
-    in_tile = jnp.take_along_axis(tied, tile[:, :, None], axis=1, mode="clip")[:, 0].astype(jnp.int32)
+    tiles = logits.reshape(num_rows, width // TILE, TILE)
+    in_tile = jnp.take_along_axis(tiles, tile[:, :, None], axis=1, mode="clip")[:, 0] == value[:, None]
+    in_tile = in_tile.astype(jnp.int32)
     before = jnp.take_along_axis(until, tile, axis=1, mode="clip") - jnp.sum(in_tile, axis=1, keepdims=True)
     place = jnp.argmax(jnp.cumsum(in_tile, axis=1) >= number - before, axis=1).astype(jnp.int32)
     return jnp.where(until[:, -1] >= number[:, 0], tile[:, 0] * TILE + place, width - 1)

@@ -1,8 +1,9 @@
-"""Which proposals a step keeps, and the token that follows them.
+"""Which proposals a step keeps, and the token that follows them: the verdict, and matching on any tree.
 
-Knows nothing about caches or stop rules. A verifier maps what was drawn at each node of the tree, and the
-proposals, to a `Verdict`; `Verdict.count` alone moves everything downstream. Without proposals (the root
-alone) a step emits the root's own draw: plain decoding.
+Knows nothing about caches or stop rules. Every verifier has one signature, verify(target, draft, tree), and
+returns a `Verdict`, whose count alone moves everything downstream. `verify_match` is here; `lossless` holds
+those that weigh the draft's probabilities. Without proposals (the root alone) a step emits the root's own
+draw: plain decoding.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxsample.draft import Draft, Tree
 from jaxsample.params import PAD
+from jaxsample.target import Target, draw_target
 
 
 @jax.tree_util.register_dataclass
@@ -33,42 +35,48 @@ class Verdict:
     accepted: jax.Array
 
 
-def verify_match(sampled, valid, draft: Draft, tree: Tree) -> Verdict:
+def verify_match(target: Target, draft: Draft, tree: Tree) -> Verdict:
     """Accept proposals as long as they equal the token plain decoding draws; the next draw follows them.
 
     Lossless: the emitted tokens are those of plain decoding, given equal logits. Greedy is the case of
     temperature 0.
 
     Args:
-      sampled: i32[B, N], the token drawn at each node with the noise of its own position.
-      valid: bool[B, N], False where a node's row has no token; the walk ends there and emits nothing for it.
+      target: Target of B * N rows, row b * N + i for node i of request b.
       draft: Draft on the tree.
       tree: static, N nodes.
 
     Raises:
       ValueError: shapes that do not fit the tree, at trace time.
     """
-    num_rows = sampled.shape[0]
-    for name, array in (("sampled", sampled), ("valid", valid), ("draft.tokens", draft.tokens)):
+    shape = (-1, tree.num_nodes)
+    return accept_matching(
+        draw_target(target).reshape(shape), target.shaped.valid.reshape(shape), draft, tree
+    )
+
+
+def accept_matching(sampled, valid, draft: Draft, tree: Tree) -> Verdict:
+    """`verify_match` given what was drawn.
+
+    Args:
+      sampled: i32[B, N], the token drawn at each node with the noise of its own position.
+      valid: bool[B, N], False where a node's row has no token; the walk ends there and emits nothing for it.
+      draft, tree: as in `verify_match`.
+    """
+    num_rows = draft.tokens.shape[0]
+    check_draft(draft, tree)
+    for name, array in (("sampled", sampled), ("valid", valid)):
         if array.shape != (num_rows, tree.num_nodes):
             raise ValueError(f"{name} has shape {list(array.shape)}, expected [{num_rows}, {tree.num_nodes}]")
-    if draft.num_live.shape != (num_rows,):
-        raise ValueError(f"draft.num_live has shape {list(draft.num_live.shape)}, expected [{num_rows}]")
-    live = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None, :] <= draft.num_live[:, None]
-    live &= draft.tokens != PAD
-
-    width = max(map(len, tree.children))
-    children = np.full((tree.num_nodes, max(width, 1)), -1, np.int32)
-    for node, nodes in enumerate(tree.children):
-        children[node, : len(nodes)] = nodes
-    children = jnp.asarray(children)
+    live = live_nodes(draft, tree)
+    children = child_table(tree)
 
     node = jnp.zeros((num_rows,), jnp.int32)
     running = jnp.ones((num_rows,), jnp.bool_)
     tokens, path, emitted = [], [], []
     for depth in range(tree.max_depth + 1):
-        running &= _at(valid, node)
-        token = _at(sampled, node)
+        running &= at_node(valid, node)
+        token = at_node(sampled, node)
         tokens.append(jnp.where(running, token, PAD))
         path.append(jnp.where(running, node, 0))
         emitted.append(running)
@@ -80,10 +88,15 @@ def verify_match(sampled, valid, draft: Draft, tree: Tree) -> Verdict:
             running &= jnp.any(same, axis=1)
             node = jnp.take_along_axis(options, jnp.argmax(same, axis=1)[:, None], axis=1)[:, 0]
             node = jnp.where(running, node, 0)
-    path = jnp.stack(path, axis=1)
+    return make_verdict(jnp.stack(tokens, axis=1), jnp.stack(path, axis=1), jnp.stack(emitted, axis=1), tree)
+
+
+def make_verdict(tokens, path, emitted, tree: Tree) -> Verdict:
+    """Verdict of tokens i32[B, M] at nodes i32[B, M], of which the leading `emitted` bool[B, M] count."""
+    path = jnp.where(emitted, path, 0)
     return Verdict(
-        tokens=jnp.stack(tokens, axis=1),
-        count=jnp.sum(jnp.stack(emitted, axis=1), axis=1, dtype=jnp.int32),
+        tokens=jnp.where(emitted, tokens, PAD),
+        count=jnp.sum(emitted, axis=1, dtype=jnp.int32),
         path=path,
         accepted=on_path(path, tree.num_nodes),
     )
@@ -95,5 +108,39 @@ def on_path(path, num_nodes: int):
     return jnp.any(path[:, :, None] == node[None, None, :], axis=1)
 
 
-def _at(array, node):
+def live_nodes(draft: Draft, tree: Tree):
+    """Which nodes hold a proposal that counts: bool[B, N]; below a node that does not, none does."""
+    own = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None, :] <= draft.num_live[:, None]
+    own &= draft.tokens != PAD
+    broken = ~own[:, None, :] & jnp.asarray(tree.ancestors)[None]
+    return ~jnp.any(broken[:, :, 1:], axis=2)
+
+
+def child_table(tree: Tree):
+    """i32[N, width]: the children of each node, -1 behind."""
+    width = max(1, max(map(len, tree.children)))
+    children = np.full((tree.num_nodes, width), -1, np.int32)
+    for node, nodes in enumerate(tree.children):
+        children[node, : len(nodes)] = nodes
+    return jnp.asarray(children)
+
+
+def at_node(array, node):
+    """array[b, node[b]] for [B, N] and i32[B]: [B]."""
     return jnp.take_along_axis(array, node[:, None], axis=1)[:, 0]
+
+
+def check_draft(draft: Draft, tree: Tree):
+    """Refuse a draft whose arrays do not fit the tree or each other."""
+    num_rows = draft.tokens.shape[0]
+    if draft.tokens.shape != (num_rows, tree.num_nodes):
+        raise ValueError(
+            f"draft.tokens has shape {list(draft.tokens.shape)}, expected [{num_rows}, {tree.num_nodes}]"
+        )
+    if draft.num_live.shape != (num_rows,):
+        raise ValueError(f"draft.num_live has shape {list(draft.num_live.shape)}, expected [{num_rows}]")
+    if draft.law is not None and draft.law.max.shape != (num_rows, len(tree.inner)):
+        raise ValueError(
+            f"draft.law has rows {list(draft.law.max.shape)}, expected [{num_rows}, {len(tree.inner)}]: "
+            "one for each inner node of the tree"
+        )

@@ -2,10 +2,12 @@
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU MLP. Variants are
 fields of the configuration: query/key/value biases (Qwen2), query/key norms (Qwen3), scaled
-rotary frequencies (Llama 3), tied embeddings. Knows nothing of files, text or sampling.
+rotary frequencies (Llama 3), tied embeddings, scaled and soft-capped logits. Knows nothing of files, text
+or sampling.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsample.kvcache import KVCache, Staged
-from models.attention import attend, precision_of
+from jaxsample.kvcache import Cache, Staged, gather_layer, stage
+from models.attention import attend
+from models.projection import project_by_dot
 from models.rope import inverse_frequencies, rotate, rotation
 
 Weights = dict[str, Any]  # nested plain dict of arrays, the NNX state without its wrappers
@@ -36,26 +39,34 @@ class DecoderConfig:
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the frequencies
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False
+    logit_scale: float = 1.0  # multiplies the logits
+    final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c), after the scale
     max_length: int = 2048  # positions the model was made for
+    joined_projections: bool = False  # weights hold query, key, value as one matrix, gate and up as another
 
 
-def decoder_functions(config: DecoderConfig) -> tuple[Callable, Callable]:
+def decoder_functions(
+    config: DecoderConfig, *, project: Callable = project_by_dot, attend: Callable = attend
+) -> tuple[Callable, Callable]:
     """The model as the two pure functions that jaxsample.decode takes.
 
     Args:
       config: the architecture.
+      project: the linear map of every projection and of the logits, one of models.projection.
+      attend: the attention, one of models.attention.
 
     Returns:
-      forward(weights, tokens i32[B, N], positions i32[B, N], cache KVCache, mask bool[B, N, S+N])
+      forward(weights, tokens i32[B, N], positions i32[B, N], cache, mask bool[B, N, S+N])
         -> (hidden float[B, N, W] after the final norm, Staged); ids outside [0, V) read id 0, so that
         padding stays finite.
       unembed(weights, hidden float[B, N, W]) -> logits f32[B, N, V].
     """
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, attend)))
 
     def forward(
-        weights: Weights, tokens: jax.Array, positions: jax.Array, cache: KVCache, mask: jax.Array
+        weights: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
     ) -> tuple[jax.Array, Staged]:
         return nnx.merge(graph, weights)(tokens, positions, cache, mask)
 
@@ -67,111 +78,128 @@ def decoder_functions(config: DecoderConfig) -> tuple[Callable, Callable]:
 
 def weight_shapes(config: DecoderConfig) -> Weights:
     """The tree of weights with a ShapeDtypeStruct (float32) at each leaf."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
-
-
-def random_weights(config: DecoderConfig, seed: int, dtype: Any = jnp.float32) -> Weights:
-    """Random weights: normal with variance 1 / inputs, norms one, biases zero."""
-    weights = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))))
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, project_by_dot, attend))))
 
 
 class Decoder(nnx.Module):
     """Embedding, L layers, final norm, and the output projection unless it is tied."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
         self.config = config
-        self.embedding = Linear(config.width, config.vocab_size, rngs=rngs)
-        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.embedding = Linear((config.vocab_size,), config.width, project=project)
+        self.layers = nnx.List([Layer(config, project, attend) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tied_embeddings:
-            self.head = Linear(config.width, config.vocab_size, rngs=rngs)
+            self.head = Linear((config.vocab_size,), config.width, project=project)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, mask: jax.Array
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
     ) -> tuple[jax.Array, Staged]:
         config = self.config
         frequencies = inverse_frequencies(config.head_size, config.rope_theta, config.rope_factors)
         cos, sin = rotation(positions, frequencies)
         known = (tokens >= 0) & (tokens < config.vocab_size)
         x = self.embedding.weight[...][jnp.where(known, tokens, 0)]
-        keys, values = [], []
+        staged = []
         for index, layer in enumerate(self.layers):
-            x, key, value = _apply(layer, x, cos, sin, cache.keys[index], cache.values[index], mask)
-            keys.append(key)
-            values.append(value)
-        return self.norm(x), Staged(keys=jnp.stack(keys), values=jnp.stack(values))
+            committed = gather_layer(cache, index)
+            x, new = _apply(layer, x, cos, sin, committed, mask, storage=cache.keys.dtype)
+            staged.append(new)
+        return self.norm(x), jax.tree.map(lambda *layers: jnp.stack(layers), *staged)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        weight = (self.embedding if self.config.tied_embeddings else self.head).weight[...]
-        return jnp.einsum(
-            "bnw,vw->bnv",
-            hidden.astype(weight.dtype),
-            weight,
-            precision=precision_of(weight.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        config = self.config
+        output = self.embedding if config.tied_embeddings else self.head
+        weight = output.weight[...]
+        logits = output.project(hidden.astype(weight.dtype), weight, jnp.float32)
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.final_logit_softcapping is not None:
+            cap = config.final_logit_softcapping
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
 
 
-@jax.jit
-def _apply(layer: "Layer", x, cos, sin, cache_keys, cache_values, mask):
+@functools.partial(jax.jit, static_argnames="storage")
+def _apply(layer: "Layer", x, cos, sin, committed, mask, *, storage):
     # A jit of its own makes all layers share one trace; XLA inlines the call.
-    return layer(x, cos, sin, cache_keys, cache_values, mask)
+    return layer(x, cos, sin, committed, mask, storage)
 
 
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, project, attend)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, project)
 
-    def __call__(self, x, cos, sin, cache_keys, cache_values, mask):
-        mixed, key, value = self.attention(self.attention_norm(x), cos, sin, cache_keys, cache_values, mask)
+    def __call__(self, x, cos, sin, committed, mask, storage):
+        mixed, staged = self.attention(self.attention_norm(x), cos, sin, committed, mask, storage)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), key, value
+        return x + self.mlp(self.mlp_norm(x)), staged
 
 
 class Attention(nnx.Module):
-    """Projections and rotation around `attend`; returns its new keys and values in the cache's dtype."""
+    """Projections and rotation around `attend`; returns its new keys and values as the cache stores them."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
         H, G, D = config.num_heads, config.num_kv_heads, config.head_size
-        self.head_size = D
-        self.query = Linear(config.width, H * D, bias=config.qkv_bias, rngs=rngs)
-        self.key = Linear(config.width, G * D, bias=config.qkv_bias, rngs=rngs)
-        self.value = Linear(config.width, G * D, bias=config.qkv_bias, rngs=rngs)
-        self.output = Linear(H * D, config.width, rngs=rngs)
+        self.head_size, self.attend = D, attend
+        if config.joined_projections:
+            # By key-value head, so that shards of the heads stay whole: its H/G queries, its key, its value.
+            self.query_key_value = Linear(
+                (G, H // G + 2, D), config.width, bias=config.qkv_bias, project=project
+            )
+        else:
+            self.query = Linear((H * D,), config.width, bias=config.qkv_bias, project=project)
+            self.key = Linear((G * D,), config.width, bias=config.qkv_bias, project=project)
+            self.value = Linear((G * D,), config.width, bias=config.qkv_bias, project=project)
+        self.joined = config.joined_projections
+        self.output = Linear((config.width,), H * D, bias=config.output_bias, project=project)
         self.query_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
 
-    def __call__(self, x, cos, sin, cache_keys, cache_values, mask):
+    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """query [B, N, H, D], key and value [B, N, G, D] of x [B, N, W]."""
         B, N, _ = x.shape
+        shape = (B, N, -1, self.head_size)
+        if not self.joined:
+            return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
+        joined = self.query_key_value(x)  # [B, N, G, H/G + 2, D]
+        return joined[..., :-2, :].reshape(shape), joined[..., -2, :], joined[..., -1, :]
 
-        def heads(projected: jax.Array) -> jax.Array:
-            return projected.reshape(B, N, -1, self.head_size)
-
-        query, key, value = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
+    def __call__(self, x, cos, sin, committed, mask, storage):
+        query, key, value = self.projections(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        # Staged rows are rounded to the cache's dtype first: attention sees the bits that commit would store.
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin).astype(cache_keys.dtype)
-        value = value.astype(cache_values.dtype)
-        return self.output(attend(query, cache_keys, cache_values, key, value, mask)), key, value
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        # Staged rows are rounded as the cache stores them: attention sees the bits that commit would write.
+        staged = stage(key, value, storage)
+        return self.output(self.attend(query, *committed, staged.keys, staged.values, mask)), staged
 
 
 class MLP(nnx.Module):
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.gate = Linear(config.width, config.mlp_width, rngs=rngs)
-        self.up = Linear(config.width, config.mlp_width, rngs=rngs)
-        self.down = Linear(config.mlp_width, config.width, rngs=rngs)
+    def __init__(self, config: DecoderConfig, project: Callable):
+        F = config.mlp_width
+        if config.joined_projections:
+            self.gate_up = Linear((2, F), config.width, project=project)
+        else:
+            self.gate = Linear((F,), config.width, project=project)
+            self.up = Linear((F,), config.width, project=project)
+        self.joined = config.joined_projections
+        self.down = Linear((config.width,), F, project=project)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        if self.joined:
+            both = self.gate_up(x)  # [B, N, 2, F]
+            gate, up = both[:, :, 0], both[:, :, 1]
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class RMSNorm(nnx.Module):
@@ -189,13 +217,21 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x weight^T (+ bias); weight is [outputs, inputs], as checkpoints store it."""
+    """x weight^T (+ bias); weight is [outputs..., inputs], as checkpoints store it."""
 
-    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False, rngs: nnx.Rngs):
-        shape = (num_outputs, num_inputs)
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * num_inputs**-0.5)
-        self.bias = nnx.Param(jnp.zeros((num_outputs,), jnp.float32)) if bias else None
+    def __init__(
+        self,
+        output_shape: tuple[int, ...],
+        num_inputs: int,
+        *,
+        bias: bool = False,
+        project: Callable = project_by_dot,
+    ):
+        # Never computed: modules are only ever made under eval_shape.
+        self.weight = nnx.Param(jnp.zeros((*output_shape, num_inputs), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(output_shape, jnp.float32)) if bias else None
+        self.project = project
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum("bni,oi->bno", x, self.weight[...], precision=precision_of(x.dtype))
-        return y if self.bias is None else y + self.bias[...][None, None, :]
+        y = self.project(x, self.weight[...], x.dtype)
+        return y if self.bias is None else y + self.bias[...][None, None]

@@ -1,4 +1,4 @@
-"""One entry for every supported checkpoint: a Hugging Face folder or a GGUF file.
+"""One entry for every supported checkpoint: a Hugging Face folder, a GGUF file, an Orbax checkpoint of ours.
 
 Knows nothing about what the formats look like inside.
 """
@@ -7,10 +7,11 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from models.checkpoints import is_checkpoint, load_checkpoint
 from models.decoder import DecoderConfig, Weights
 from models.load_gguf import load_gguf
 from models.load_safetensors import load_folder
-from models.text import Text
+from models.text import Text, TokenIds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +20,15 @@ class LoadedModel:
 
     config: DecoderConfig
     weights: Weights
-    text: Text | None  # None: the checkpoint has no tokenizer
+    text: Text | TokenIds | None  # None: the checkpoint has no tokenizer
 
 
 def load(path: str | pathlib.Path, dtype: Any) -> LoadedModel:
     """Loads a checkpoint.
 
     Args:
-      path: a folder with config.json and model.safetensors (and tokenizer.json), or a GGUF file.
+      path: a folder with config.json and model.safetensors or its shards (and tokenizer.json), a folder
+        that `models.checkpoints.save_checkpoint` wrote, or a GGUF file.
       dtype: float dtype of the weights on the device.
 
     Returns:
@@ -37,6 +39,8 @@ def load(path: str | pathlib.Path, dtype: Any) -> LoadedModel:
         tensors that are missing, unexpected or misshapen.
     """
     path = pathlib.Path(path)
+    if path.is_dir() and is_checkpoint(path):
+        return LoadedModel(*load_checkpoint(path, dtype))
     if path.is_dir():
         return LoadedModel(*load_folder(path, dtype))
     if not path.is_file():

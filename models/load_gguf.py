@@ -40,11 +40,11 @@ def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, T
         values = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
         if metadata["general.architecture"] == "llama" and heads:
-            return pair_halves(values, heads)
-        return values
+            values = pair_halves(values, heads)
+        return values.astype(dtype)
 
     ignored = ["rope_freqs.weight"]
-    weights = assemble(config, GGUF, shapes, read, dtype, source=str(path), ignored=ignored)
+    weights = assemble(config, GGUF, shapes, read, source=str(path), ignored=ignored)
     return config, weights, text_from_gguf(metadata)
 
 
@@ -87,8 +87,11 @@ def decoder_config(
         rope_theta=metadata.get(f"{kind}.rope.freq_base", 10000.0),
         rope_factors=factors,
         tied_embeddings="output.weight" not in shapes,
-        qkv_bias=kind == "qwen2",
+        qkv_bias="blk.0.attn_q.bias" in shapes,
         qk_norm=kind == "qwen3",
+        output_bias="blk.0.attn_output.bias" in shapes,
+        logit_scale=metadata.get(f"{kind}.logit_scale", 1.0),
+        final_logit_softcapping=metadata.get(f"{kind}.final_logit_softcapping"),
         max_length=need("context_length"),
     )
 

@@ -1,4 +1,6 @@
-"""Checkpoints in Hugging Face's layout: a folder with config.json, model.safetensors, tokenizer.json.
+"""Checkpoints in Hugging Face's layout: a folder with config.json, safetensors files, tokenizer.json.
+
+The weights are in model.safetensors, or in shards that model.safetensors.index.json lists.
 
 Reads config.json in both spellings: `rope_parameters` and `dtype` (transformers 5), or `rope_theta` and
 `rope_scaling` (transformers 4).
@@ -8,20 +10,22 @@ import json
 import pathlib
 from typing import Any
 
-import safetensors
 import tokenizers
 
 from models.decoder import DecoderConfig, Weights
 from models.rope import llama3_factors
+from models.safetensors_file import SafetensorsFile
 from models.text import Text
 from models.weights import HUGGING_FACE, assemble
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_folder(folder: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, Text | None]:
     """Loads a folder; the text side is None where it holds no tokenizer.json.
 
     Args:
-      folder: holds config.json and model.safetensors.
+      folder: holds config.json and model.safetensors, or model.safetensors.index.json and its shards.
       dtype: float dtype of the weights.
 
     Raises:
@@ -29,7 +33,7 @@ def load_folder(folder: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weight
     """
     fields = read_json(folder / "config.json")
     config = decoder_config(fields)
-    weights = load_tensors(folder / "model.safetensors", config, dtype)
+    weights = load_tensors(folder, config, dtype)
     return config, weights, text_from_folder(folder, fields)
 
 
@@ -53,8 +57,8 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
       fields: the file's object, in either spelling.
 
     Raises:
-      ValueError: a missing field, or a model type, activation, rotary scaling, sliding window or bias that
-        the decoder does not have.
+      ValueError: a missing field, or a model type, activation, rotary scaling, sliding window or MLP bias
+        that the decoder does not have.
     """
 
     def need(name: str) -> Any:
@@ -67,11 +71,12 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
         raise ValueError(f"config.json: model_type {kind!r} is not supported (llama, qwen2, qwen3 are)")
     _refuse(fields, "hidden_act", ("silu",), default="silu")
     _refuse(fields, "use_sliding_window", (False,), default=False)
-    _refuse(fields, "attention_bias", (False,), default=False)
     _refuse(fields, "mlp_bias", (False,), default=False)
     num_heads = need("num_attention_heads")
     head_size = fields.get("head_dim") or need("hidden_size") // num_heads
     theta, factors = _rotary(fields, head_size)
+    # Qwen2 has biases on three of the four projections whatever its file says; for the others it is a field.
+    attention_bias = kind != "qwen2" and bool(fields.get("attention_bias", False))
     return DecoderConfig(
         vocab_size=need("vocab_size"),
         width=need("hidden_size"),
@@ -84,41 +89,78 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
         rope_theta=theta,
         rope_factors=factors,
         tied_embeddings=fields.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2",
+        qkv_bias=kind == "qwen2" or attention_bias,
+        output_bias=attention_bias,
         qk_norm=kind == "qwen3",
+        logit_scale=_number(fields, "logit_scale", 1.0),
+        final_logit_softcapping=_number(fields, "final_logit_softcapping", None),
         max_length=need("max_position_embeddings"),
     )
 
 
-def load_tensors(path: pathlib.Path, config: DecoderConfig, dtype: Any) -> Weights:
-    """The decoder's weights from one safetensors file.
+def load_tensors(folder: pathlib.Path, config: DecoderConfig, dtype: Any) -> Weights:
+    """The decoder's weights from one safetensors file or from shards, tensor by tensor.
 
     Tied models store the one matrix as model.embed_tokens.weight or, some of them, as lm_head.weight.
 
+    Args:
+      folder: holds model.safetensors, or model.safetensors.index.json and the shards it names. Where both
+        are there, the one file is read.
+      config: the architecture.
+      dtype: float dtype of the weights.
+
     Raises:
-      ValueError: no such file, a damaged one, or tensors that are missing, unexpected or misshapen.
+      ValueError: no such file, a missing or damaged shard, or tensors that are missing, unexpected or
+        misshapen.
     """
-    if not path.is_file():
-        raise ValueError(f"{path.parent}: no {path.name} (checkpoints in several files are not supported)")
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            spelling = dict(HUGGING_FACE)
-            ignored = [name for name in shapes if name.endswith(".rotary_emb.inv_freq")]
-            if (
-                config.tied_embeddings
-                and "model.embed_tokens.weight" not in shapes
-                and "lm_head.weight" in shapes
-            ):
-                spelling["embedding"] = spelling["head"]
-            elif config.tied_embeddings:
-                ignored.append("lm_head.weight")
-            return assemble(
-                config, spelling, shapes, file.get_tensor, dtype, source=str(path), ignored=ignored
-            )
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: damaged or truncated ({error})") from None
+    if (folder / SINGLE).is_file():
+        source = folder / SINGLE
+        single = SafetensorsFile(source)
+        holders = dict.fromkeys(single.shapes, single)
+    elif (folder / INDEX).is_file():
+        source = folder / INDEX
+        holders = open_shards(source)
+    else:
+        raise ValueError(f"{folder}: no {SINGLE} and no {INDEX}")
+    shapes = {name: file.shapes[name] for name, file in holders.items()}
+    spelling = dict(HUGGING_FACE)
+    ignored = [name for name in shapes if name.endswith(".rotary_emb.inv_freq")]
+    if config.tied_embeddings and "model.embed_tokens.weight" not in shapes and "lm_head.weight" in shapes:
+        spelling["embedding"] = spelling["head"]
+    elif config.tied_embeddings:
+        ignored.append("lm_head.weight")
+    read = lambda name: holders[name].read(name, dtype)
+    return assemble(config, spelling, shapes, read, source=str(source), ignored=ignored)
+
+
+def open_shards(index: pathlib.Path) -> dict[str, SafetensorsFile]:
+    """The shard that holds each tensor, by the tensor's name; every shard's header is read and checked.
+
+    Args:
+      index: the file whose weight_map says in which file beside it each tensor is.
+
+    Raises:
+      ValueError: a damaged index, a missing or damaged shard, or a tensor that is not where the index says,
+        each by name.
+    """
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{index}: no weight_map of file names")
+    files = sorted(set(places.values()))
+    outside = [file for file in files if pathlib.PurePath(file).name != file]
+    if outside:
+        raise ValueError(f"{index}: shards outside the folder: {', '.join(outside)}")
+    missing = [file for file in files if not (index.parent / file).is_file()]
+    if missing:
+        raise ValueError(f"{index}: missing shards: {', '.join(missing)}")
+    shards = {file: SafetensorsFile(index.parent / file) for file in files}
+    for name, file in places.items():
+        if name not in shards[file].shapes:
+            raise ValueError(f"{index}: missing tensors: {name} is not in {file}")
+    unlisted = [name for shard in shards.values() for name in shard.shapes if name not in places]
+    if unlisted:
+        raise ValueError(f"{index}: unexpected tensors: {', '.join(unlisted)}, in a shard, not in the index")
+    return {name: shards[file] for name, file in places.items()}
 
 
 def text_from_folder(folder: pathlib.Path, config: dict[str, Any]) -> Text | None:
@@ -165,6 +207,15 @@ def _refuse(fields: dict[str, Any], name: str, supported: tuple[Any, ...], *, de
     value = fields.get(name, default)
     if value not in supported:
         raise ValueError(f"config.json: {name} = {value!r} is not supported (only {supported[0]!r} is)")
+
+
+def _number(fields: dict[str, Any], name: str, absent: float | None) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return absent
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"config.json: {name} = {value!r}, allowed is a number above 0")
+    return float(value)
 
 
 def _rotary(fields: dict[str, Any], head_size: int) -> tuple[float, tuple[float, ...] | None]:

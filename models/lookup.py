@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsample import rng
-from jaxsample.kvcache import KVCache, Staged, init_cache
+from jaxsample.kvcache import Cache, KVCache, Staged, as_stored, gather_layer, init_cache
 
 # Logits are (20 random bits - 2^19) * 2^-16: exact float32 numbers from -8 up to 8.
 _NUM_BITS, _SCALE = 20, 2.0**-16
@@ -45,7 +45,7 @@ def init_lookup_cache(num_rows: int, num_slots: int) -> KVCache:
 
 
 def lookup_forward(
-    weights: jax.Array, tokens: jax.Array, positions: jax.Array, cache: KVCache, mask: jax.Array
+    weights: jax.Array, tokens: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
 ) -> tuple[jax.Array, Staged]:
     """Finds each token's predecessor among what its mask shows.
 
@@ -56,18 +56,23 @@ def lookup_forward(
     Args:
       weights: u32[2], unused here.
       tokens, positions: i32[B, N].
-      cache: keys and values f32[1, B, S, 1, 1].
+      cache: of one layer and one head of one number, contiguous f32[1, B, S, 1, 1] or any other kind.
       mask: bool[B, N, S+N]; the last visible entry of a node is itself.
 
     Returns:
       hidden i32[B, N, 3]: previous token (-1 at the beginning), token, fault; and Staged with the tokens.
     """
     del weights
-    B, N = tokens.shape
+    N = tokens.shape[1]
     keys = tokens.astype(jnp.float32) + 1
     values = positions.astype(jnp.float32) + 1
-    all_keys = jnp.concatenate([cache.keys[0, :, :, 0, 0], keys], axis=1)[:, None, :]
-    all_values = jnp.concatenate([cache.values[0, :, :, 0, 0], values], axis=1)[:, None, :]
+    staged = as_stored(Staged(keys[None, :, :, None, None], values[None, :, :, None, None]), cache)
+    committed_keys, committed_values = gather_layer(cache, 0)
+
+    def all_of(committed: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.concatenate([committed[:, :, 0, 0], new[0, :, :, 0, 0]], axis=1)[:, None, :]
+
+    all_keys, all_values = all_of(committed_keys, staged.keys), all_of(committed_values, staged.values)
     num_slots = mask.shape[2] - N
 
     index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 2)
@@ -75,13 +80,13 @@ def lookup_forward(
     last = jnp.where(mask & (index != own), index, -1).max(axis=2, keepdims=True)
     chosen = index == last
     # Sums with one non-zero term are exact in any order; a select, not a product, keeps hidden NaN out.
-    key = jnp.where(chosen, all_keys, 0.0).sum(axis=2).astype(jnp.int32)
-    value = jnp.where(chosen, all_values, 0.0).sum(axis=2).astype(jnp.int32)
+    # One-byte caches give integers below 2^15 to within a half, since a head of one number is its scale's.
+    key = jnp.round(jnp.where(chosen, all_keys, 0.0).sum(axis=2)).astype(jnp.int32)
+    value = jnp.round(jnp.where(chosen, all_values, 0.0).sum(axis=2)).astype(jnp.int32)
     num_visible = mask.sum(axis=2, dtype=jnp.int32)
     fault = (num_visible - 1 - positions) * 65536 + (value - positions)
     hidden = jnp.stack([key - 1, tokens, fault], axis=-1)
-    shape = (1, B, N, 1, 1)
-    return hidden, Staged(keys.reshape(shape), values.reshape(shape))
+    return hidden, staged
 
 
 def table(

@@ -30,6 +30,10 @@ class Text:
         """Text of token ids, special tokens left out; incomplete characters become U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def name_of(self, token: int) -> str:
+        """The text of one token alone, special tokens by name."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """The chat as the model's template writes it, ready for the reply.
 
@@ -52,6 +56,38 @@ class Text:
             raise ValueError(f"the chat template failed: {error}") from None
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenIds:
+    """The text side of a model without a tokenizer: a text is its token ids in decimal."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text like "12 7 900"; ValueError where that is no list of the vocabulary's ids."""
+        try:
+            ids = [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise ValueError(f"{text!r} is not a list of token ids, as 12 7 900") from None
+        outside = [token for token in ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"token id {outside[0]}, allowed is 0 ... {self.vocab_size - 1}")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids with a space between any two."""
+        return " ".join(str(token) for token in ids)
+
+    def name_of(self, token: int) -> str:
+        """The id."""
+        return str(token)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Raises ValueError: there is no template."""
+        raise ValueError("the model has no chat template")
+
+
 class Detokenizer:
     """Text of one growing token sequence, piece by piece; never half a character.
 
@@ -59,7 +95,7 @@ class Detokenizer:
     piece, not at its end, since some tokenizers drop the space before the first word of what they decode.
     """
 
-    def __init__(self, text: Text):
+    def __init__(self, text: Text | TokenIds):
         self._text = text
         self._window: list[int] = []  # ids of the last piece, then those whose text is held back
         self._num_done = 0  # leading ids of the window whose text is out

@@ -6,10 +6,16 @@ Knows nothing of chat templates or weights.
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
+
+# Contractions, letters with at most one sign before them, single digits, signs, line ends, spaces.
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # How the text is split before byte-pair merging, by `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS = {
@@ -20,7 +26,15 @@ _PRE_TOKENIZERS = {
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     ),
+    "qwen2": lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_QWEN2), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
 }
+# Pre-tokenizers whose models put the text into Unicode's composed form first.
+_COMPOSED = ("qwen2",)
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -42,6 +56,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     tokenizer = tokenizers.Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    if split in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type", [])

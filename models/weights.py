@@ -3,6 +3,7 @@
 Knows the two spellings of tensor names (Hugging Face and GGUF) but no file format.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -55,30 +56,31 @@ def assemble(
     spelling: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
-    dtype: Any,
     *,
     source: str,
     ignored: Iterable[str] = (),
 ) -> Weights:
     """Reads every tensor the decoder needs, after checking that the file holds exactly those.
 
+    One tensor at a time goes to the device, the largest first: when the host still holds a copy of one, the
+    device holds only what is at least as large, and the last and smallest copies decide the peak.
+
     Args:
       config: the architecture.
       spelling: HUGGING_FACE or GGUF.
       shapes: shape of each tensor in the file by name.
-      read: tensor by name; called once for each, only when all names and shapes are right.
-      dtype: float dtype of the weights on the device.
+      read: tensor by name in the dtype wanted; called once for each, when all names and shapes are right.
       source: the file, for messages.
       ignored: names in the file that the decoder has no use for.
 
     Returns:
-      The decoder's weights in `dtype` on the default device.
+      The decoder's weights on the default device.
 
     Raises:
       ValueError: missing, unexpected or misshapen tensors, each by name.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
-    wanted = {_name(path, spelling): leaf.shape for path, leaf in leaves}
+    wanted = {tensor_name(path, spelling): leaf.shape for path, leaf in leaves}
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and name not in set(ignored)]
     wrong = [
@@ -97,10 +99,15 @@ def assemble(
     ]
     if faults:
         raise ValueError(f"{source}: " + "; ".join(faults))
-    return treedef.unflatten([jnp.array(read(name).astype(dtype)) for name in wanted])
+    placed = {}
+    for name in sorted(wanted, key=lambda name: -math.prod(wanted[name])):
+        # Waited for, since a transfer under way keeps its host copy alive.
+        placed[name] = jax.block_until_ready(jnp.array(read(name)))
+    return treedef.unflatten([placed[name] for name in wanted])
 
 
-def _name(path: tuple[Any, ...], spelling: Mapping[str, str]) -> str:
+def tensor_name(path: tuple[Any, ...], spelling: Mapping[str, str]) -> str:
+    """The name in a file of the weight at a path in the tree, in that spelling."""
     keys = [entry.key for entry in path]
     prefix = ""
     if keys[0] == "layers":

@@ -1,10 +1,12 @@
 """Generates text: python scripts/generate.py PROMPT [PROMPT ...], by default with SmolLM2-135M-Instruct.
 
 Streams the text of a single request as it comes; of several, prints each when it is done. All requests run as
-rows of one batch, each with parameters of its own. Statistics go to standard error.
+rows of one batch, each with parameters of its own. Statistics go to standard error. With --random-weights
+NAME the model has that name's shapes and no tokenizer: prompts and replies are token ids, as in "12 7 900".
 """
 
 import argparse
+import dataclasses
 import inspect
 import json
 import os
@@ -21,8 +23,10 @@ import jax
 from jaxsample import RUNNING, STOP_EOS, STOP_TOKEN, finish_reason, make_params
 from models.fetch import cache_folder, fetch_smollm2
 from models.generation import Reply, Request, Sample, Timing, TokenLogprobs, generate
-from models.load import load
-from models.text import Detokenizer, Text
+from models.load import LoadedModel, load
+from models.presets import PRESETS, preset
+from models.random_weights import random_weights
+from models.text import Detokenizer, Text, TokenIds
 
 # What make_params takes by name and a line of --batch-file may therefore hold.
 _PARAMS = tuple(
@@ -49,11 +53,8 @@ def run(options: argparse.Namespace) -> None:
     wishes = read_requests(options)
     keep_compiled_programs()
     started = time.perf_counter()
-    path = options.model or fetch_smollm2()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = load(path, jax.numpy.dtype(dtype))
-    if model.text is None:
-        raise ValueError(f"{path}: no tokenizer.json")
+    model = load_model(options, jax.numpy.dtype(dtype))
     load_seconds = time.perf_counter() - started
     if options.cache_slots is not None and not 1 <= options.cache_slots <= model.config.max_length:
         raise ValueError(
@@ -82,6 +83,27 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps({**record, "stats": stats}, ensure_ascii=False))
         else:
             print_logprobs(index, reply, model.text)
+
+
+def load_model(options: argparse.Namespace, dtype) -> LoadedModel:
+    """The model of the command line; its text side is a tokenizer, or token ids where those are asked for.
+
+    Raises:
+      ValueError: two models, an unknown name, what `load` refuses, or no tokenizer where one is needed.
+    """
+    if options.random_weights is not None:
+        if options.model is not None:
+            raise ValueError("--model and --random-weights name two models, give one of them")
+        config = preset(options.random_weights)
+        weights = jax.block_until_ready(random_weights(config, 0, dtype))
+        return LoadedModel(config, weights, TokenIds(config.vocab_size))
+    path = options.model or fetch_smollm2()
+    model = load(path, dtype)
+    if options.token_ids:
+        return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
+    if model.text is None:
+        raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
+    return model
 
 
 def read_requests(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -146,18 +168,23 @@ def is_chat(messages: Any) -> bool:
     )
 
 
-def prepare(wish: dict[str, Any], text: Text, *, raw: bool) -> Request:
+def prepare(wish: dict[str, Any], text: Text | TokenIds, *, raw: bool) -> Request:
     """Token ids and parameters of one request.
 
     A plain prompt becomes the user's turn of a chat, unless raw. Bad words are banned both at the beginning
     of the text and after a space, which are different tokens.
     """
     params = {name: value for name, value in wish.items() if name in _PARAMS}
+    if wish.get("bad_words") and isinstance(text, TokenIds):
+        raise ValueError("bad_words need a tokenizer, use banned_token_ids or bad_words_ids")
     words = [spelling for word in wish.get("bad_words", ()) for spelling in (word, " " + word)]
     spellings = [text.encode(word, add_special_tokens=False) for word in words]
     if spellings:
         params["bad_words_ids"] = [*params.get("bad_words_ids", ()), *spellings]
     params["eos_token_ids"] = text.eos_token_ids
+    if isinstance(text, TokenIds) and "messages" in wish:
+        raise ValueError("messages need a tokenizer, this model has token ids for prompts")
+    raw = raw or isinstance(text, TokenIds)
     if raw and "prompt" in wish:
         return Request(text.encode(wish["prompt"]), params)
     if text.chat_template is None:
@@ -169,7 +196,7 @@ def prepare(wish: dict[str, Any], text: Text, *, raw: bool) -> Request:
 class Printer:
     """Turns arriving tokens into text; shows it at once if there is one sample, else when a sample ends."""
 
-    def __init__(self, text: Text, *, quiet: bool, labelled: bool):
+    def __init__(self, text: Text | TokenIds, *, quiet: bool, labelled: bool):
         self._text, self._quiet, self._labelled = text, quiet, labelled
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self.texts: dict[tuple[int, int], str] = {}
@@ -191,7 +218,9 @@ class Printer:
             print(f"[{request}.{sample}] {self.texts[key]}", flush=True)
 
 
-def describe(index: int, request: Request, reply: Reply, printer: Printer, text: Text) -> dict[str, Any]:
+def describe(
+    index: int, request: Request, reply: Reply, printer: Printer, text: Text | TokenIds
+) -> dict[str, Any]:
     """The JSON object of one request; with n > 1 the first sample's fields, and all under "samples"."""
 
     def sample_fields(number: int, sample: Sample) -> dict[str, Any]:
@@ -214,7 +243,7 @@ def describe(index: int, request: Request, reply: Reply, printer: Printer, text:
     return record
 
 
-def logprob_fields(entry: TokenLogprobs, text: Text) -> dict[str, Any]:
+def logprob_fields(entry: TokenLogprobs, text: Text | TokenIds) -> dict[str, Any]:
     """One token's log-probability as JSON; minus infinity, which JSON lacks, becomes null."""
 
     def finite(value: float) -> float | None:
@@ -222,29 +251,24 @@ def logprob_fields(entry: TokenLogprobs, text: Text) -> dict[str, Any]:
 
     return {
         "token_id": entry.token_id,
-        "token": token_text(entry.token_id, text),
+        "token": text.name_of(entry.token_id),
         "logprob": finite(entry.logprob),
         "rank": entry.rank,
         "top": [
-            {"token_id": token, "token": token_text(token, text), "logprob": finite(value)}
+            {"token_id": token, "token": text.name_of(token), "logprob": finite(value)}
             for token, value in entry.top
         ],
     }
 
 
-def token_text(token: int, text: Text) -> str:
-    """The text of one token alone, special tokens by name."""
-    return text.tokenizer.decode([token], skip_special_tokens=False)
-
-
-def print_logprobs(index: int, reply: Reply, text: Text) -> None:
+def print_logprobs(index: int, reply: Reply, text: Text | TokenIds) -> None:
     """The log-probabilities of one request as lines, where it asked for some."""
     parts = [(f"prompt {index}", [entry for entry in reply.prompt_logprobs if entry])]
     parts += [(f"[{index}.{number}]", sample.logprobs) for number, sample in enumerate(reply.samples)]
     for title, entries in parts:
         for entry in entries:
-            top = ", ".join(f"{token_text(token, text)!r} {value:.4f}" for token, value in entry.top)
-            name = repr(token_text(entry.token_id, text))
+            top = ", ".join(f"{text.name_of(token)!r} {value:.4f}" for token, value in entry.top)
+            name = repr(text.name_of(entry.token_id))
             print(f"{title} {name} {entry.logprob:.4f} rank {entry.rank}" + (f" top: {top}" if top else ""))
 
 
@@ -303,7 +327,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("prompt", nargs="*", metavar="PROMPT")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", type=pathlib.Path, metavar="PATH", help="Hugging Face folder or GGUF file")
+    model.add_argument("--model", type=pathlib.Path, metavar="PATH", help="model folder or GGUF file")
+    model.add_argument(
+        "--random-weights", metavar="NAME", help=f"shapes of {', '.join(PRESETS)}; implies --token-ids"
+    )
+    model.add_argument("--token-ids", action="store_true", help="prompts and replies are token ids")
     model.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     model.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16"

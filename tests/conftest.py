@@ -3,10 +3,12 @@
 import os
 
 # The device count must be set before jax creates its backends; on a GPU machine it concerns the CPU backend only.
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
+import hypothesis
+import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

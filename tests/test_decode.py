@@ -199,7 +199,7 @@ def test_state_is_updated_in_place_and_the_host_gets_one_array():
     requests, cache = _admit_all(2, [0, 1], [0, 1])
     assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
     _, _, record = compiled(WEIGHTS, requests, cache)
-    assert record.shape == (2, 2 + 1 + 1 + 1 + 2 * 4)
+    assert record.shape == (2, 4 + 1 + 1 + 1 + 2 * 4)
     assert record.dtype == jnp.int32
 
 

@@ -1,5 +1,6 @@
 """scripts/generate.py and models/generation: real requests end to end, and every error in one line."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ from jaxsample import LENGTH, finish_reason
 from models.fetch import fetch_smollm2
 from models.generation import Request, generate
 from models.load import load
+from models.presets import PRESETS
 from models.programs import chunk_widths, power_of_two
 from scripts.generate import main
 from tests.test_models import DATA, tolerance
@@ -245,6 +247,46 @@ def test_damaged_and_incomplete_models_are_one_line_and_exit_code_2(checkpoint, 
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert named in captured.err
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(capsys, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "5, 6", "n": 2, "seed": 3}\n')
+    flags = ["--model", str(DATA / "qwen3_tied"), "--token-ids", "--max-tokens", "4", "--json"]
+    assert main(["7 8 9", "--temperature", "0", *flags, "--batch-file", str(path)]) == 0
+    greedy, several = json_lines(capsys.readouterr().out)
+    assert greedy["num_prompt_tokens"] == 3
+    assert several["num_prompt_tokens"] == 2
+    for sample in (greedy, *several["samples"]):
+        assert sample["text"] == " ".join(str(token) for token in sample["token_ids"])
+        assert len(sample["token_ids"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["hello"], "'hello' is not a list of token ids"),
+        (["5 500"], "token id 500, allowed is 0 ... 232"),
+        (["5", "--bad-words", "x"], "bad_words need a tokenizer"),
+        (["5", "--random-weights", "gpt-5"], "--model and --random-weights"),
+    ],
+)
+def test_what_is_no_token_id_is_one_line_and_exit_code_2(capsys, arguments, named):
+    assert main([*arguments, "--model", str(DATA / "qwen3_tied"), "--token-ids"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert named in error
+
+
+def test_random_weights_of_a_known_model_generate(capsys, monkeypatch):
+    tiny = dataclasses.replace(PRESETS["qwen2.5-7b"], num_layers=1, width=64, mlp_width=64, vocab_size=300)
+    monkeypatch.setitem(PRESETS, "qwen2.5-7b", tiny)
+    assert main(["7 8 9", "--random-weights", "qwen2.5-7b", "--max-tokens", "3", "--json"]) == 0
+    (record,) = json_lines(capsys.readouterr().out)
+    assert len(record["token_ids"]) == 3
+    assert main(["7", "--random-weights", "qwen9"]) == 2
+    assert "qwen3-8b" in capsys.readouterr().err
 
 
 def test_the_script_runs_from_any_folder_and_shows_no_traceback(tmp_path):

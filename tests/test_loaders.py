@@ -1,7 +1,6 @@
 """Checkpoints: both spellings of config.json, safetensors, GGUF, and the ways a file can be wrong."""
 
 import json
-import pathlib
 import shutil
 
 import gguf
@@ -15,10 +14,9 @@ from models.load import load
 from models.load_gguf import pair_halves
 from models.load_safetensors import decoder_config, load_tensors, read_json
 from models.rope import llama3_factors
+from tests.test_models import DATA, NAMES, run_full, tolerance
 from tests.test_text import END, byte_tokenizer, gguf_metadata
 
-DATA = pathlib.Path(__file__).parent / "data" / "models"
-NAMES = ("llama_plain", "llama3_rope_tied", "llama3_rope_untied", "qwen2_tied", "qwen3_untied")
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -29,6 +27,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -55,8 +55,9 @@ def interleave(rows, num_heads):
     return np.swapaxes(halves, 1, 2).reshape(rows.shape)
 
 
-def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture="llama"):
+def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture=None):
     """The checkpoint `name` as an unquantised GGUF file with the byte tokenizer."""
+    architecture = architecture or name[:5]  # the names begin with llama, qwen2 or qwen3
     config = decoder_config(read_json(DATA / name / "config.json"))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
@@ -65,6 +66,7 @@ def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture="ll
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_size)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     for key, value in (gguf_metadata() if metadata is None else metadata).items():
@@ -76,14 +78,14 @@ def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture="ll
             writer.add_uint32(key, value)
     tensors = dict(extra)
     for full, values in load_file(DATA / name / "model.safetensors").items():
-        stem = full.removesuffix(".weight")
+        stem, kind = full.rsplit(".", 1)
         if stem.startswith("model.layers."):
             _, _, layer, stem = stem.split(".", 3)
             heads = {"self_attn.q_proj": config.num_heads, "self_attn.k_proj": config.num_kv_heads}.get(stem)
-            values = interleave(values, heads) if heads else values
-            tensors[f"blk.{layer}.{GGUF_NAMES[stem]}.weight"] = values
+            values = interleave(values, heads) if heads and architecture == "llama" else values
+            tensors[f"blk.{layer}.{GGUF_NAMES[stem]}.{kind}"] = values
         else:
-            tensors[f"{GGUF_NAMES[stem]}.weight"] = values
+            tensors[f"{GGUF_NAMES[stem]}.{kind}"] = values
     if config.rope_factors is not None:
         tensors["rope_freqs.weight"] = np.array(config.rope_factors, np.float32)
     for key, values in tensors.items():
@@ -124,7 +126,8 @@ def test_llama3_scaling_is_read_in_both_spellings():
         ({"model_type": None}, "model_type"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"logit_scale": "high"}, "logit_scale"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
@@ -155,7 +158,7 @@ def test_tensors_are_named_when_missing_unexpected_or_misshapen(tmp_path):
 def test_a_long_list_of_missing_tensors_is_cut():
     config = decoder_config(read_json(DATA / "llama3_rope_tied" / "config.json"))
     with pytest.raises(ValueError, match=r"and [0-9]+ more"):
-        load_tensors(DATA / "llama_plain" / "model.safetensors", config, np.float32)
+        load_tensors(DATA / "llama_plain", config, np.float32)
 
 
 @pytest.mark.parametrize("stored_as", ["embedding", "lm_head", "both"])
@@ -209,9 +212,10 @@ def test_unknown_files_are_refused(tmp_path):
         load(DATA / "llama_plain" / "model.safetensors", np.float32)
 
 
-@pytest.mark.parametrize("name", ["llama_plain", "llama3_rope_tied"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gguf_gives_the_weights_and_configuration_of_the_safetensors_file(tmp_path, name):
-    model = load(write_gguf(tmp_path / "m.gguf", name), np.float32)
+    metadata = gguf_metadata(**{"tokenizer.ggml.pre": "qwen2"}) if name.startswith("qwen") else None
+    model = load(write_gguf(tmp_path / "m.gguf", name, metadata=metadata), np.float32)
     expected = load(DATA / name, np.float32)
     assert same_weights(model.weights, expected.weights)
     assert model.text is not None
@@ -221,6 +225,15 @@ def test_gguf_gives_the_weights_and_configuration_of_the_safetensors_file(tmp_pa
     assert model.config.norm_eps == pytest.approx(expected.config.norm_eps, rel=2**-23)
     factors = expected.config.rope_factors
     assert model.config.rope_factors == (None if factors is None else pytest.approx(factors, rel=2**-23))
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied"])
+def test_logits_of_a_gguf_file_equal_transformers(tmp_path, name):
+    model = load(write_gguf(tmp_path / "m.gguf", name), np.float32)
+    with np.load(DATA / name / "expected.npz") as file:
+        tokens, wanted = file["input_ids"], file["logits"]
+    _, logits, _ = run_full(model.config, model.weights, tokens)
+    assert np.abs(np.asarray(logits) - wanted).max() <= tolerance(model.config, wanted)
 
 
 def test_pairing_halves_undoes_ggufs_row_order():

@@ -17,13 +17,24 @@ import numpy as np
 import pytest
 
 import jaxsample
-from models.decoder import DecoderConfig, decoder_functions, random_weights
+from models.attention_reduction import attend_by_reduction
+from models.decoder import DecoderConfig, decoder_functions
 from models.load_safetensors import decoder_config, load_tensors, read_json
 from models.lookup import init_lookup_cache, lookup_functions, table
+from models.projection import project_by_reduction
+from models.random_weights import random_weights
 from models.rope import llama3_factors
 
 DATA = pathlib.Path(__file__).parent / "data" / "models"
-NAMES = ("llama_plain", "llama3_rope_tied", "llama3_rope_untied", "qwen2_tied", "qwen3_untied")
+NAMES = (
+    "llama_plain",
+    "llama3_rope_tied",
+    "llama3_rope_untied",
+    "qwen2_tied",
+    "qwen2_untied",
+    "qwen3_tied",
+    "qwen3_untied",
+)
 SMALL = DecoderConfig(
     vocab_size=50,
     width=32,
@@ -44,7 +55,7 @@ def tolerance(config, values):
 
 def load(name):
     config = decoder_config(read_json(DATA / name / "config.json"))
-    weights = load_tensors(DATA / name / "model.safetensors", config, np.float32)
+    weights = load_tensors(DATA / name, config, np.float32)
     with np.load(DATA / name / "expected.npz") as file:
         return config, weights, dict(file)
 
@@ -169,6 +180,41 @@ def test_hidden_slots_may_hold_nan_and_nothing_else_changes():
     _, logits, _ = run_tree(config, weights, poisoned, [1, 0], tokens, jaxsample.ROOT)
     assert np.isnan(logits[0]).all()
     np.testing.assert_array_equal(logits[1], clean[1])
+
+
+def test_logits_are_scaled_and_then_soft_capped():
+    config, weights = SMALL, random_weights(SMALL, 6)
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, config.width), jnp.float32)
+    plain = np.asarray(decoder_functions(config)[1](weights, hidden), np.float64)
+    changed = dataclasses.replace(config, logit_scale=2.5, final_logit_softcapping=3.0)
+    logits = decoder_functions(changed)[1](weights, hidden)
+    assert logits.dtype == jnp.float32
+    assert np.abs(logits - 3 * np.tanh(2.5 * plain / 3)).max() <= 8 * 2.0**-24 * 2.5 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_and_projections_by_reduction_are_those_by_products_to_rounding(dtype):
+    config = dataclasses.replace(SMALL, qkv_bias=True)
+    weights = random_weights(config, 7, dtype)
+    rng = np.random.default_rng(0)
+    for num_rows in (1, 3):
+        cache = new_cache(config, num_rows, 8)
+        cache = dataclasses.replace(
+            cache,
+            keys=jnp.asarray(rng.standard_normal(cache.keys.shape), dtype),
+            # Slots at the length and beyond hold NaN, which must not be looked at.
+            values=jnp.asarray(rng.standard_normal(cache.values.shape), dtype).at[:, :, 5:].set(jnp.nan),
+        )
+        tokens = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        lengths = jnp.array([5, 0, 3][:num_rows], jnp.int32)
+        mask = jaxsample.attention_mask(lengths, jaxsample.ROOT, 8)
+        hidden = [
+            decoder_functions(config, **ways)[0](weights, tokens, lengths[:, None], cache, mask)[0]
+            for ways in ({}, {"project": project_by_reduction, "attend": attend_by_reduction})
+        ]
+        one, other = (np.asarray(x, np.float32) for x in hidden)
+        scale = 1.0 if dtype == jnp.float32 else 2.0**15
+        assert np.abs(one - other).max() <= scale * tolerance(config, one)
 
 
 def test_a_node_with_nan_reaches_only_the_nodes_that_see_it():

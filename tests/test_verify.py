@@ -1,11 +1,11 @@
-"""verify_match against a walk in plain Python."""
+"""Matching against a walk in plain Python."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsample import PAD, ROOT, Draft, chain, from_paths, verify_match
+from jaxsample import PAD, ROOT, Draft, accept_matching, chain, from_paths
 
 
 def _walk(tree, sampled, valid, tokens, num_live):
@@ -38,7 +38,7 @@ def test_a_step_emits_the_walk_of_agreeing_proposals(tree):
     tokens = rng.integers(-1, 3, (num_rows, num_nodes)).astype(np.int32)
     valid = rng.random((num_rows, num_nodes)) < 0.9
     num_live = rng.integers(0, num_nodes, num_rows).astype(np.int32)
-    verdict = jax.jit(verify_match, static_argnums=3)(
+    verdict = jax.jit(accept_matching, static_argnums=3)(
         jnp.asarray(sampled), jnp.asarray(valid), Draft(jnp.asarray(tokens), jnp.asarray(num_live)), tree
     )
     assert verdict.tokens.shape == (num_rows, tree.max_depth + 1)
@@ -57,7 +57,7 @@ def test_a_draft_ends_at_its_first_padding():
     tokens = jnp.asarray([[9, 1, 0, 1, -1, -1]], jnp.int32)
     sampled = jnp.asarray([[1, 0, 1, 2, 3, 3]], jnp.int32)
     draft = Draft(tokens, jnp.asarray([5], jnp.int32))
-    verdict = verify_match(sampled, jnp.ones((1, 6), bool), draft, chain(5))
+    verdict = accept_matching(sampled, jnp.ones((1, 6), bool), draft, chain(5))
     np.testing.assert_array_equal(np.asarray(verdict.tokens), [[1, 0, 1, 2, -1, -1]])
     assert int(verdict.count[0]) == 4
 
@@ -66,8 +66,8 @@ def test_shapes_that_do_not_fit_the_tree_are_refused():
     draft = Draft(jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32))
     good, valid = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
     with pytest.raises(ValueError, match="sampled"):
-        verify_match(good[:, :2], valid, draft, chain(2))
+        accept_matching(good[:, :2], valid, draft, chain(2))
     with pytest.raises(ValueError, match="num_live"):
-        verify_match(good, valid, Draft(draft.tokens, jnp.zeros(3, jnp.int32)), chain(2))
+        accept_matching(good, valid, Draft(draft.tokens, jnp.zeros(3, jnp.int32)), chain(2))
     with pytest.raises(ValueError, match=r"draft\.tokens"):
-        verify_match(good, valid, Draft(draft.tokens[:, :2], draft.num_live), chain(2))
+        accept_matching(good, valid, Draft(draft.tokens[:, :2], draft.num_live), chain(2))

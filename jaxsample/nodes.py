@@ -1,0 +1,83 @@
+"""One row of logits for each node of a draft, shaped as if that node's path had been emitted.
+
+Every node gets its request's parameters, its own history and its own position, so that whatever it can emit
+is what plain decoding would emit there. Knows nothing about how proposals were made or are judged.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxsample.draft import Tree
+from jaxsample.history import History, at_nodes, repeat_rows
+from jaxsample.params import Features, Limits, SamplingParams, StopRule
+from jaxsample.shaping import shape
+from jaxsample.target import Target, make_target
+
+
+def node_target(
+    logits,
+    params: SamplingParams,
+    stop: StopRule,
+    history: History,
+    position,
+    tokens,
+    tree: Tree,
+    *,
+    limits: Limits,
+    features: Features,
+    allowed=None,
+    transform_args: tuple = (),
+    law: bool = False,
+) -> Target:
+    """Shape, summarise and cut the rows of all nodes.
+
+    Args:
+      logits: [B, N, Vp], the model's at each node.
+      params, stop, history: of the B requests, at their roots.
+      position: i32[B], absolute index of the token that follows the root.
+      tokens: i32[B, N], the draft's; node 0 is the root.
+      tree: static, N nodes.
+      limits, features: as in `sample`.
+      allowed: u32[B, N, W] grammar masks of the nodes, u32[B, W] where the root is alone, or None.
+      transform_args: pytrees with B rows.
+      law: the distribution itself is needed.
+
+    Returns:
+      Target of B * N rows, row b * N + i for node i of request b.
+    """
+    num_rows, num_nodes = tokens.shape
+    if logits.ndim != 3 or logits.shape[:2] != (num_rows, tree.num_nodes) or num_nodes != tree.num_nodes:
+        raise ValueError(
+            f"logits {list(logits.shape)} and tokens {list(tokens.shape)} do not fit the tree's "
+            f"{tree.num_nodes} nodes a row"
+        )
+    if allowed is not None:
+        allowed = jnp.asarray(allowed)
+        expected = (num_rows, num_nodes, limits.num_words)
+        if allowed.ndim == 2 and num_nodes == 1:
+            allowed = allowed[:, None]
+        if allowed.shape != expected or allowed.dtype != jnp.uint32:
+            raise ValueError(
+                f"allowed is {allowed.dtype}{list(allowed.shape)}, expected uint32{list(expected)}"
+            )
+        allowed = allowed.reshape(-1, limits.num_words)
+    params, stop, transform_args = repeat_rows((params, stop, transform_args), num_nodes)
+    position = (position[:, None] + jnp.asarray(tree.depth)[None, :]).reshape(-1)
+    shaped = shape(
+        logits.reshape(num_rows * num_nodes, -1),
+        params,
+        position,
+        stop=stop,
+        history=at_nodes(history, tokens, tree),
+        allowed=allowed,
+        limits=limits,
+        features=features,
+        transform_args=transform_args,
+    )
+    return make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features, law=law)
+
+
+def take_nodes(target: Target, node, num_nodes: int) -> Target:
+    """The target's rows at given nodes: B * M rows for i32[B, M] node."""
+    row = (jnp.arange(node.shape[0], dtype=jnp.int32)[:, None] * num_nodes + node).reshape(-1)
+    return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), target)

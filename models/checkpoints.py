@@ -1,0 +1,134 @@
+"""Checkpoints of this package's own: weights through Orbax, the configuration and the text side as JSON.
+
+A folder holds decoder.json, weights/ (an Orbax checkpoint) and, where the model has a text side,
+tokenizer.json and text.json. Weights come back with the bits they were saved with.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from orbax.checkpoint import v1 as ocp
+
+from models.decoder import DecoderConfig, Weights, weight_shapes
+from models.text import Text
+
+CONFIG, WEIGHTS, TOKENIZER, TEXT = "decoder.json", "weights", "tokenizer.json", "text.json"
+_FORMAT = 1  # raised when a folder can no longer be read by older code
+
+
+def save_checkpoint(
+    folder: pathlib.Path, config: DecoderConfig, weights: Weights, text: Text | None = None
+) -> None:
+    """Writes a checkpoint.
+
+    Args:
+      folder: does not exist yet, or is empty.
+      config, weights: the model; the weights' dtype is kept.
+      text: the text side, if any.
+
+    Raises:
+      ValueError: the folder holds something, or the weights are not of that configuration or of one dtype.
+    """
+    folder = pathlib.Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: exists already")
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(weights)})
+    if len(dtypes) != 1:
+        raise ValueError(f"the weights have dtypes {', '.join(dtypes)}, expected one")
+    shapes = lambda tree: jax.tree.map(lambda leaf: tuple(leaf.shape), tree)
+    if shapes(weights) != shapes(weight_shapes(config)):
+        raise ValueError("the weights do not have the names and shapes that the configuration says")
+    folder.mkdir(parents=True, exist_ok=True)
+    if text is not None:
+        text.tokenizer.save(str(folder / TOKENIZER))
+        fields = {
+            "eos_token_ids": text.eos_token_ids,
+            "chat_template": text.chat_template,
+            "special_tokens": text.special_tokens,
+        }
+        _write_json(folder / TEXT, fields)
+    ocp.save(folder / WEIGHTS, weights)
+    # Last: a folder without it is not taken for a checkpoint.
+    _write_json(
+        folder / CONFIG, {"format": _FORMAT, "dtype": dtypes[0], "config": dataclasses.asdict(config)}
+    )
+
+
+def is_checkpoint(folder: pathlib.Path) -> bool:
+    """Whether a folder was written by `save_checkpoint`."""
+    return (folder / CONFIG).is_file()
+
+
+def load_checkpoint(folder: pathlib.Path, dtype: Any = None) -> tuple[DecoderConfig, Weights, Text | None]:
+    """Reads a checkpoint, each tensor straight to the default device.
+
+    Args:
+      folder: as `save_checkpoint` wrote it.
+      dtype: float dtype of the weights; None: the one they were saved in.
+
+    Raises:
+      ValueError: a missing or damaged file, another format, or weights that are not of the configuration.
+    """
+    folder = pathlib.Path(folder).absolute()
+    fields = _read_json(folder / CONFIG)
+    if fields.get("format") != _FORMAT:
+        raise ValueError(f"{folder / CONFIG}: format {fields.get('format')!r}, expected {_FORMAT}")
+    config = _config(fields.get("config"), folder / CONFIG)
+    if not (folder / WEIGHTS).is_dir():
+        raise ValueError(f"{folder}: no {WEIGHTS} folder")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        dtype = jnp.dtype(fields["dtype"] if dtype is None else dtype)
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=device), weight_shapes(config)
+        )
+        weights = ocp.load(folder / WEIGHTS, wanted)
+    except Exception as error:  # Orbax and its storage layer raise many kinds
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{folder / WEIGHTS}: cannot be restored ({reason})") from error
+    return config, weights, _text(folder)
+
+
+def _config(fields: Any, path: pathlib.Path) -> DecoderConfig:
+    try:
+        factors = fields["rope_factors"]
+        return DecoderConfig(**{**fields, "rope_factors": None if factors is None else tuple(factors)})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path}: not a decoder's configuration ({error})") from None
+
+
+def _text(folder: pathlib.Path) -> Text | None:
+    if not (folder / TEXT).is_file():
+        return None
+    fields = _read_json(folder / TEXT)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"{folder / TOKENIZER}: not a tokenizer ({error})") from None
+    try:
+        return Text(
+            tokenizer, tuple(fields["eos_token_ids"]), fields["chat_template"], fields["special_tokens"]
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / TEXT}: damaged ({error})") from None
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return fields
+
+
+def _write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Random weights of any configuration, made on the device one tensor at a time, in the dtype asked for.
+
+For tests and benchmarks: the host holds no copy, and nothing is ever in a wider dtype as a whole.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.decoder import DecoderConfig, Weights, weight_shapes
+
+
+def random_weights(config: DecoderConfig, seed: int, dtype: Any = jnp.float32) -> Weights:
+    """Random weights: normal with variance 1 / inputs, norms one, biases zero.
+
+    Args:
+      config: the architecture.
+      seed: any integer that fits in 32 bits.
+      dtype: float dtype of the weights.
+
+    Returns:
+      The decoder's weights on the default device.
+    """
+    # The "rbg" generator is many times faster than JAX's default one on billions of numbers.
+    keys = jax.random.key(seed, impl="rbg")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
+    made = []
+    for number, (path, leaf) in enumerate(leaves):
+        names = [entry.key for entry in path]
+        if names[-1] == "bias":
+            made.append(jnp.zeros(leaf.shape, dtype))
+        elif names[-2].endswith("norm"):
+            made.append(jnp.ones(leaf.shape, dtype))
+        else:
+            made.append(_normal(jax.random.fold_in(keys, number), leaf.shape, jnp.dtype(dtype)))
+    return treedef.unflatten(made)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)

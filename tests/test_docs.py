@@ -1,0 +1,85 @@
+"""What the documents say is so: the README's example runs, its tree is the tree, its commands are there."""
+
+import ast
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jaxsample
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+LISTED_FOLDERS = ("jaxsample", "models", "scripts", "benchmarks", "tests")
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/contract.md"]
+
+
+def code_block(mark: str) -> str:
+    """The code block that follows `<!-- mark -->` in the README."""
+    found = re.search(rf"<!-- {mark} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README.md has no code block after <!-- {mark} -->"
+    return found.group(1)
+
+
+def test_the_example_runs_and_its_greedy_row_is_the_largest_logit():
+    names: dict = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code_block("example"), "README.md", "exec"), names)
+    tokens = names["draw"](names["logits"], names["params"], jnp.array([12, 7])).tokens
+    assert printed.getvalue().strip() == str(tokens)
+    assert int(tokens[1]) == int(jnp.argmax(names["logits"][1]))
+    assert 0 <= int(tokens[0]) < 50_000
+
+
+def test_the_example_fits_in_fifteen_lines():
+    assert len([line for line in code_block("example").splitlines() if line.strip()]) <= 15
+
+
+@pytest.mark.parametrize("mark", ["main-job", "tests"])
+def test_the_readme_gives_each_job_as_one_command(mark):
+    assert len(code_block(mark).splitlines()) == 1
+
+
+def test_the_readme_lists_every_source_file_and_no_other():
+    listed = set(re.findall(r"^ {4}(\S+\.py)\b", README, re.MULTILINE))
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in LISTED_FOLDERS
+        for path in (ROOT / folder).glob("**/*.py")
+    }
+    assert listed == files
+
+
+def test_the_design_lists_the_modules_in_the_order_of_their_imports():
+    design = (ROOT / "docs/design.md").read_text()
+    listed = re.findall(
+        r"^\| `(\w+)` \|", design[design.index("## 4.") : design.index("## 5.")], re.MULTILINE
+    )
+    order = ast.parse((ROOT / "tests/test_imports.py").read_text())
+    names = next(
+        node.value
+        for node in order.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULE_ORDER"
+    )
+    assert tuple(listed) == ast.literal_eval(names)
+
+
+def test_every_public_name_has_a_docstring():
+    undocumented = [
+        name
+        for name in jaxsample.__all__
+        if callable(getattr(jaxsample, name)) and not (getattr(jaxsample, name).__doc__ or "").strip()
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_a_document_names_exist(document):
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`((?:docs|scripts|benchmarks|tests|models|jaxsample|\.ci)/[\w./-]*)`", text))
+    missing = {name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()}
+    assert missing == set()
