@@ -201,8 +201,8 @@ def _profile(call, compiled) -> tuple[dict[str, float], list[tuple[str, float, f
     stages = [stage_of.get(op) or stage_of.get(_plain(name)) for _, _, name, op in events]
     totals = dict.fromkeys((*STAGES, "other"), 0.0)
     kernels: dict[str, list[float]] = collections.defaultdict(list)
-    # Library kernels inside a CUDA graph name no instruction, and rewritten products lose their scope: they are
-    # told by what runs before and after, since stages run in order.
+    # Library kernels inside a CUDA graph name no instruction, and rewritten products lose their scope: they
+    # are told by what runs before and after, since stages run in order.
     known = [index for index, stage in enumerate(stages) if stage]
     for index, (_, duration, name, _) in enumerate(events):
         at = bisect.bisect(known, index)

@@ -225,7 +225,7 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
             if proposer is not None:
                 state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
                 committed = (committed, state)
-            requests = advance(requests, verdict, status)
+            requests = advance(requests, verdict, status, drafted)
         return requests, committed, record
 
     return propose, forward_pass, tail

@@ -5,11 +5,13 @@ asks the host.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxsample.history import History, append, start
+from jaxsample.kvcache import WriteMetrics, count_writes, init_write_metrics
 from jaxsample.params import PAD, Limits, SamplingParams, StopRule, neutral_params, set_rows
 from jaxsample.shaping import end_ids
 from jaxsample.verify import Verdict, on_path
@@ -35,6 +37,7 @@ class Requests:
       length: i32[B], committed cache slots = prompt + emitted - 1 for a running request.
       root: i32[B], the last token, not yet in the cache; at first the last prompt token.
       status: i32[B], IDLE, RUNNING or why it ended.
+      writes: WriteMetrics, what the request's steps staged and wrote.
     """
 
     params: SamplingParams
@@ -43,6 +46,7 @@ class Requests:
     length: jax.Array
     root: jax.Array
     status: jax.Array
+    writes: WriteMetrics
 
 
 def finish_reason(status: int) -> str | None:
@@ -56,7 +60,7 @@ def empty_requests(limits: Limits, num_slots: int) -> Requests:
     params, stop = jax.tree.map(jnp.array, neutral_params(limits, num_slots))
     zeros = lambda: jnp.zeros((num_slots,), jnp.int32)
     history = start(limits, jnp.full((num_slots, 1), PAD, jnp.int32), zeros())
-    return Requests(params, stop, history, zeros(), zeros(), zeros())
+    return Requests(params, stop, history, zeros(), zeros(), zeros(), init_write_metrics(num_slots))
 
 
 def admit(
@@ -91,6 +95,7 @@ def admit(
         length=last[:, 0],
         root=jnp.take_along_axis(prompts, last, axis=1, mode="clip")[:, 0],
         status=jnp.where(fits, RUNNING, ERROR),
+        writes=init_write_metrics(prompt_lengths.shape[0]),
     )
     return set_rows(requests, slots, new)
 
@@ -163,14 +168,16 @@ def finish(requests: Requests, verdict: Verdict, *, limits: Limits) -> tuple[Ver
     return cut, jnp.where(running, status, requests.status)
 
 
-def advance(requests: Requests, verdict: Verdict, status) -> Requests:
+def advance(requests: Requests, verdict: Verdict, status, num_drafted: Any = 0) -> Requests:
     """Move every row on by what it emitted: history, length, root, status.
 
     Args:
       requests: Requests before the step.
       verdict: Verdict from `finish`.
       status: i32[B] from `finish`.
+      num_drafted: i32[B], live proposals of the step, for the counters.
     """
+    running = requests.status == RUNNING
     last = jnp.maximum(verdict.count - 1, 0)[:, None]
     last_token = jnp.take_along_axis(verdict.tokens, last, axis=1)[:, 0]
     return dataclasses.replace(
@@ -179,6 +186,7 @@ def advance(requests: Requests, verdict: Verdict, status) -> Requests:
         length=requests.length + verdict.count,
         root=jnp.where(verdict.count > 0, last_token, requests.root),
         status=status,
+        writes=count_writes(requests.writes, 1 + num_drafted, verdict.count, running),
     )
 
 

@@ -26,6 +26,7 @@ from jaxsample import (
 )
 from models.decoder import DecoderConfig, Weights
 from models.programs import Programs, compile_programs, power_of_two
+from models.speculation import Speculation
 
 _SMALLEST_CACHE = 128  # slots
 _OPEN_ENDED = 1024  # tokens that a request without max_tokens gets slots for
@@ -76,6 +77,10 @@ class Timing:
     first_token: float = 0.0  # first batch: from the start of its prefill to its first token read
     decode: float = 0.0  # from the launch of the first step to the last record read
     num_tokens: int = 0
+    num_windows: int = 0  # steps, summed over running rows
+    num_drafted: int = 0
+    accepted_at: list[int] = dataclasses.field(default_factory=list)  # by place in the draft
+    drafted_at: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,6 +100,7 @@ def generate(
     logprobs_mode: str = "raw",
     num_slots: int | None = None,
     max_rows: int = 64,
+    speculation: Speculation | None = None,
 ) -> tuple[list[Reply], Timing]:
     """Runs all requests, up to max_rows rows a batch; all batches use the same compiled programs.
 
@@ -106,6 +112,7 @@ def generate(
       num_slots: cache slots a row; None: the power of two that holds every prompt and its max_tokens, at most
         what the model was made for.
       max_rows: most rows in a batch; a request with n > 1 has n.
+      speculation: how to draft and verify; None decodes plainly.
 
     Returns:
       One Reply a request, and the times.
@@ -131,6 +138,7 @@ def generate(
         ),
         longest_prompt=max(len(request.prompt) for request in requests),
         num_scored=max(scored),
+        speculation=speculation,
     )
     timing = Timing(compile=programs.compile_seconds)
     replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop in rows]
@@ -174,11 +182,12 @@ def _run_batch(
     most = max(
         min(int(job.stop.max_tokens[0]), limits.max_length + 1 - len(job.request.prompt)) for job in jobs
     )
+    all_weights = weights if programs.drafting is None else (weights, programs.drafting.weights)
     waiting, num_launched, seen_first = None, 0, False
     while True:
         launched = None
         if num_launched < most:
-            requests, cache, launched = programs.step(weights, requests, cache)
+            requests, cache, launched = programs.step(all_weights, requests, cache)
             launched.copy_to_host_async()
             num_launched += 1
         if waiting is not None:
@@ -196,7 +205,9 @@ def _run_batch(
 
 
 def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners):
-    cache = programs.new_cache()
+    cache, state, drafting = programs.new_cache(), None, programs.drafting
+    if drafting is not None:
+        cache, state = cache
     done = np.zeros_like(lengths)
     total = np.maximum(lengths - 1, 0)
     for width in programs.chunks:
@@ -214,12 +225,14 @@ def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners):
             successors = np.ascontiguousarray(window[:, 1:])
             cache, scored = programs.prefill[width](weights, cache, tokens, successors, done, counts)
             _keep_scores(jax.device_get(scored), successors, counts, owners)
+        if drafting is not None and width in programs.draft_prefill:
+            state = programs.draft_prefill[width](drafting.weights, state, tokens, done, counts)
         done = done + counts
     if programs.num_scored >= 0:
         for job, child in owners:
             if child == 0 and _wanted(job.request.params, "prompt_logprobs") >= 0:
                 job.reply.prompt_logprobs.insert(0, None)
-    return cache
+    return cache if drafting is None else (cache, state)
 
 
 def _keep_scores(scored, successors, counts, owners) -> None:
@@ -248,6 +261,7 @@ def _deliver(programs: Programs, record, owners, on_tokens: OnTokens, timing: Ti
         if sample.status != RUNNING:
             continue
         count = int(output.count[row])
+        _count_drafts(timing, int(output.drafted[row]), int(output.accepted[row]))
         tokens = output.tokens[row, :count].tolist()
         sample.token_ids += tokens
         sample.status = int(output.status[row])
@@ -266,6 +280,17 @@ def _deliver(programs: Programs, record, owners, on_tokens: OnTokens, timing: Ti
             ]
         timing.num_tokens += count
         on_tokens(job.index, child, tokens, sample.status)
+
+
+def _count_drafts(timing: Timing, drafted: int, accepted: int) -> None:
+    timing.num_windows += 1
+    timing.num_drafted += drafted
+    missing = drafted - len(timing.drafted_at)
+    timing.drafted_at += [0] * missing
+    timing.accepted_at += [0] * missing
+    for place in range(drafted):
+        timing.drafted_at[place] += 1
+        timing.accepted_at[place] += place < accepted
 
 
 def _entry(token, logprob, rank, top_ids, top, num_top: int) -> TokenLogprobs:

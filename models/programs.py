@@ -30,6 +30,7 @@ from jaxsample import (
     score,
 )
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.speculation import Drafting, Speculation, prepare
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 512  # prompt tokens in one prefill call
 _SCORED_POSITIONS = 1024  # B * N where the logits of every position exist at once: [B, N, V] float32
@@ -45,10 +46,12 @@ class Programs:
     prompt_width: int  # LP
     chunks: tuple[int, ...]  # widths of the prefill calls, in order
     begin: Callable[..., Any]  # (params, stop, prompts i32[B, LP], lengths i32[B]) -> Requests
-    new_cache: Callable[[], KVCache]
+    new_cache: Callable[[], Any]  # with speculation the pair (model's cache, proposer's state)
     prefill: dict[int, Callable[..., Any]]  # by width, as made by make_prefill or make_scored_prefill
     step: Callable[..., Any]  # as made by make_decode_step
     num_scored: int  # top prompt logprobs; -1: prefill is the plain one
+    drafting: Drafting | None  # None: plain decoding
+    draft_prefill: dict[int, Callable[..., Any]]  # the draft model's, by width; empty where there is none
     compile_seconds: float
 
 
@@ -61,6 +64,7 @@ def compile_programs(
     num_rows: int,
     longest_prompt: int,
     num_scored: int = -1,
+    speculation: Speculation | None = None,
 ) -> Programs:
     """Lowers and compiles everything for one shape of batch.
 
@@ -70,6 +74,7 @@ def compile_programs(
       num_rows: B, a power of two.
       longest_prompt: tokens of the longest prompt, at least 1.
       num_scored: top logprobs of each prompt token; 0 for the token's own only, -1 for none.
+      speculation: how to draft and verify; None decodes plainly.
 
     Returns:
       Programs.
@@ -89,10 +94,15 @@ def compile_programs(
         slots = jnp.arange(num_rows, dtype=jnp.int32)
         return admit(blank, slots, params, stop, prompts, lengths, limits=limits)
 
-    def new_cache() -> KVCache:
+    drafting = None if speculation is None else prepare(speculation, config.vocab_size, limits, features)
+
+    def model_cache() -> KVCache:
         dtype = jax.tree.leaves(weights)[0].dtype
         shape = (config.num_layers, num_rows, limits.max_length, config.num_kv_heads, config.head_size)
         return init_cache(*shape, dtype)
+
+    def new_cache():
+        return model_cache() if drafting is None else (model_cache(), drafting.new_state(num_rows))
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -101,8 +111,13 @@ def compile_programs(
     begin_jit = jax.jit(begin)
     admission = (*neutral_params(limits, num_rows), prompts, rows)
     requests = jax.eval_shape(begin, *admission)
-    cache = jax.eval_shape(new_cache)
-    step = make_decode_step(forward, unembed, limits=limits, features=features)
+    cache, state = jax.eval_shape(model_cache), jax.eval_shape(new_cache)
+    all_weights = weights if drafting is None else (weights, drafting.weights)
+    if drafting is None:
+        step = make_decode_step(forward, unembed, limits=limits, features=features)
+    else:
+        judged = {"proposer": drafting.proposer, "verify": drafting.verify}
+        step = make_decode_step(forward, unembed, limits=limits, features=features, **judged)
     if num_scored < 0:
         prefill, extra = make_prefill(forward, limits), 0
     else:
@@ -110,10 +125,14 @@ def compile_programs(
 
     # Tracing holds the interpreter's lock, compiling does not: the longest compilation runs beside the rest.
     with ThreadPoolExecutor() as pool:
-        jobs = {"step": pool.submit(step.lower(weights, requests, cache).compile)}
+        jobs = {"step": pool.submit(step.lower(all_weights, requests, state).compile)}
         for width in dict.fromkeys(chunks):
             tokens = [integers(num_rows, width)] * (1 + extra)
             jobs[width] = pool.submit(prefill.lower(weights, cache, *tokens, rows, rows).compile)
+            if drafting is not None and drafting.forward is not None:
+                drafted = make_prefill(drafting.forward, limits)
+                lowered = drafted.lower(drafting.weights, state[1], tokens[0], rows, rows)
+                jobs["draft", width] = pool.submit(lowered.compile)
         jobs["begin"] = pool.submit(begin_jit.lower(*admission).compile)
         done = {name: job.result() for name, job in jobs.items()}
     return Programs(
@@ -127,6 +146,8 @@ def compile_programs(
         prefill={width: done[width] for width in chunks},
         step=done["step"],
         num_scored=num_scored,
+        drafting=drafting,
+        draft_prefill={name[1]: job for name, job in done.items() if isinstance(name, tuple)},
         compile_seconds=time.perf_counter() - started,
     )
 

@@ -20,7 +20,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_BLOCK = 8 << 20  # bytes of the file a read
+_BLOCK = 1 << 20  # bytes of the file a read, where they are converted
 _LONGEST_HEADER = 100 << 20  # bytes, as the format says
 
 
@@ -53,9 +53,12 @@ class SafetensorsFile:
             raise ValueError(f"{self.path}: {name} has dtype {entry['dtype']}, expected one of {known}")
         result = np.empty(math.prod(self.shapes[name]), dtype)
         per_block = _BLOCK // stored.itemsize
-        block = np.empty(min(per_block, result.size), stored)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._start + entry["data_offsets"][0])
+            if result.dtype == stored:
+                _fill(file, result.view(np.uint8), self.path)
+                return result.reshape(self.shapes[name])
+            block = np.empty(min(per_block, result.size), stored)
             for begin in range(0, result.size, per_block):
                 part = block[: min(per_block, result.size - begin)]
                 _fill(file, part.view(np.uint8), self.path)

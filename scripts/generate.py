@@ -22,10 +22,12 @@ import jax
 
 from jaxsample import RUNNING, STOP_EOS, STOP_TOKEN, finish_reason, make_params
 from models.fetch import cache_folder, fetch_smollm2
-from models.generation import Reply, Request, Sample, Timing, TokenLogprobs, generate
+from models.figures import print_statistics, statistics
+from models.generation import Reply, Request, Sample, TokenLogprobs, generate
 from models.load import LoadedModel, load
 from models.presets import PRESETS, preset
 from models.random_weights import random_weights
+from models.speculation import VERIFIERS, Speculation
 from models.text import Detokenizer, Text, TokenIds
 
 # What make_params takes by name and a line of --batch-file may therefore hold.
@@ -74,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
         filter_order=options.filter_order,
         logprobs_mode=options.logprobs_mode,
         num_slots=options.cache_slots,
+        speculation=read_speculation(options, jax.numpy.dtype(dtype)),
     )
     stats = statistics(timing, load_seconds, dtype)
     print_statistics(stats)
@@ -104,6 +107,23 @@ def load_model(options: argparse.Namespace, dtype) -> LoadedModel:
     if model.text is None:
         raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
     return model
+
+
+def read_speculation(options: argparse.Namespace, dtype) -> Speculation | None:
+    """What --speculate, --verify and --num-draft say; None for plain decoding.
+
+    Raises:
+      ValueError: an unknown way to draft, or what `load` refuses of a draft model.
+    """
+    if options.speculate is None:
+        return None
+    kind, _, path = options.speculate.partition(":")
+    if kind == "ngram" and not path:
+        return Speculation(options.num_draft, options.verify)
+    if kind == "draft" and path:
+        model = load(pathlib.Path(path), dtype)
+        return Speculation(options.num_draft, options.verify, (model.config, model.weights))
+    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
 
 
 def read_requests(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -272,32 +292,6 @@ def print_logprobs(index: int, reply: Reply, text: Text | TokenIds) -> None:
             print(f"{title} {name} {entry.logprob:.4f} rank {entry.rank}" + (f" top: {top}" if top else ""))
 
 
-def statistics(timing: Timing, load_seconds: float, dtype: str) -> dict[str, Any]:
-    """What the run took; the same for every request of it."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "dtype": dtype,
-        "generated_tokens": timing.num_tokens,
-        "tokens_per_second": round(timing.tokens_per_second, 3),
-        "time_to_first_token_s": round(timing.first_token, 4),
-        "prefill_s": round(timing.prefill, 4),
-        "decode_s": round(timing.decode, 4),
-        "compile_s": round(timing.compile, 4),
-        "load_s": round(load_seconds, 4),
-    }
-
-
-def print_statistics(stats: dict[str, Any]) -> None:
-    print(
-        f"{stats['generated_tokens']} tokens, {stats['tokens_per_second']:.1f} tokens/s, "
-        f"first token after {stats['time_to_first_token_s']:.3f} s; "
-        f"apart from these: compiling {stats['compile_s']:.1f} s, loading {stats['load_s']:.1f} s "
-        f"({stats['dtype']} on {stats['device']})",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
 def keep_compiled_programs() -> None:
     """Lets JAX keep compiled programs in the user's cache folder, so that a second run starts at once."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
@@ -343,6 +337,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument(
         "--json", action="store_true", help="one JSON object a request, nothing else, on stdout"
     )
+
+    drafts = parser.add_argument_group("speculation")
+    drafts.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
+    drafts.add_argument("--verify", choices=VERIFIERS, default="match", help="default %(default)s")
+    drafts.add_argument("--num-draft", type=int, default=4, metavar="K", help="default %(default)s")
 
     flags = parser.add_argument_group("sampling")
     flags.add_argument("--temperature", type=float, default=0.2, help="0 is greedy, default %(default)s")

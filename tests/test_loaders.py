@@ -14,6 +14,7 @@ from models.load import load
 from models.load_gguf import pair_halves
 from models.load_safetensors import decoder_config, load_tensors, read_json
 from models.rope import llama3_factors
+from models.tokenizer_gguf import tokenizer_from_gguf
 from tests.test_models import DATA, NAMES, run_full, tolerance
 from tests.test_text import END, byte_tokenizer, gguf_metadata
 
@@ -234,6 +235,47 @@ def test_logits_of_a_gguf_file_equal_transformers(tmp_path, name):
         tokens, wanted = file["input_ids"], file["logits"]
     _, logits, _ = run_full(model.config, model.weights, tokens)
     assert np.abs(np.asarray(logits) - wanted).max() <= tolerance(model.config, wanted)
+
+
+def test_the_qwen2_pre_tokenizer_splits_as_its_rule_says_and_composes_characters():
+    metadata = gguf_metadata(**{"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.merges": ["1 2", "a b"]})
+    tokenizer = tokenizer_from_gguf(metadata)
+
+    def parts(text):
+        text = tokenizer.normalizer.normalize_str(text)
+        spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [text[begin:end] for begin, end in spans]
+
+    assert parts("I'll go  home") == ["I", "'ll", " go", " ", " home"]
+    assert parts("a12 b.c") == ["a", "1", "2", " b", ".c"]
+    assert parts("x !?\n\ny \n z") == ["x", " !?\n\n", "y", " \n", " z"]
+    assert tokenizer.encode("12ab").ids == [ord("1"), ord("2"), 258]
+    assert tokenizer.encode("e\u0301").ids == [*"é".encode()]
+
+
+def test_llama_attention_biases_are_read_on_all_four_projections(tmp_path):
+    config = decoder_config(read_json(DATA / "llama_plain" / "config.json"))
+    biases = {
+        f"model.layers.{layer}.self_attn.{name}_proj.bias": np.full(size, layer + 1, np.float32)
+        for layer in range(config.num_layers)
+        for name, size in (("q", 96), ("k", 32), ("v", 32), ("o", 96))
+    }
+    folder = copy_of("llama_plain", tmp_path / "m", config={"attention_bias": True}, tensors=biases)
+    model = load(folder, np.float32)
+    assert model.config.qkv_bias
+    assert model.config.output_bias
+    assert (model.weights["layers"][1]["attention"]["output"]["bias"] == 2).all()
+    copy_of("llama_plain", tmp_path / "n", tensors=biases)
+    with pytest.raises(ValueError, match="unexpected tensors"):
+        load(tmp_path / "n", np.float32)
+
+
+@pytest.mark.parametrize("field", ["logit_scale", "final_logit_softcapping"])
+def test_logit_scaling_and_capping_are_read_from_the_configuration(field):
+    fields = read_json(DATA / "llama_plain" / "config.json")
+    assert getattr(decoder_config({**fields, field: 30}), field) == 30.0
+    assert decoder_config(fields).logit_scale == 1.0
+    assert decoder_config(fields).final_logit_softcapping is None
 
 
 def test_pairing_halves_undoes_ggufs_row_order():

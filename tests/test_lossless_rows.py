@@ -175,8 +175,17 @@ def test_a_row_alone_is_the_row_in_a_batch_of_64(verify):
     given, _, _ = mixed_batch()
     together = result(verify, given)[0]
     for row in range(len(MIXED)):
-        alone = result(verify, jax.tree.map(lambda leaf: leaf[row : row + 1], given))[0]
-        jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[0], all_[row]), alone, together)
+        one = slice(row, row + 1)
+        alone = result(verify, _rows(given, one))[0]
+        _assert_equal(alone, _rows(together, one))
+
+
+def _rows(tree, rows):
+    return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def _assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @every_verifier
@@ -185,7 +194,7 @@ def test_neighbours_of_a_bad_row_keep_their_bits(verify):
     before = result(verify, given)[0]
     given["logits"][kind == 1] = np.nan
     after = result(verify, given)[0]
-    jax.tree.map(lambda b, a: np.testing.assert_array_equal(b[kind != 1], a[kind != 1]), before, after)
+    _assert_equal(_rows(after, kind != 1), _rows(before, kind != 1))
     assert (after.count[kind == 1] == 0).all()
 
 

@@ -85,8 +85,9 @@ def _plain():
 
 
 def _same_state(requests, cache):
-    """Requests and cache equal to those plain decoding left."""
+    """Requests (but for the counts of writes) and cache equal to those plain decoding left."""
     _, plain_requests, plain_cache, _ = _plain()
+    requests = dataclasses.replace(requests, writes=plain_requests.writes)
     for ours, theirs in zip(jax.tree.leaves(requests), jax.tree.leaves(plain_requests), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(plain_cache), strict=True):
@@ -101,6 +102,11 @@ def test_matching_ngrams_gives_the_text_cache_and_logprobs_of_plain_decoding():
     assert outputs == _plain()[0]
     _same_state(requests, cache)
     assert sums[1] > 5, sums
+    writes = jax.tree.map(np.asarray, requests.writes)
+    np.testing.assert_array_equal(writes.staged, writes.committed + writes.rejected)
+    np.testing.assert_array_equal(writes.committed, [len(out) for out in outputs])
+    assert writes.accepted.sum() == sums[1]
+    assert (writes.staged - writes.windows).sum() == sums[0]
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
@@ -150,6 +156,7 @@ def test_greedy_rows_get_the_text_of_plain_decoding_from_every_verifier(name):
     assert outputs == expected
     for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(expected_cache), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    requests = dataclasses.replace(requests, writes=expected_requests.writes)
     for ours, theirs in zip(jax.tree.leaves(requests), jax.tree.leaves(expected_requests), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     assert sums[0] > 0

@@ -1,0 +1,116 @@
+"""Speculation for one run of generation: where drafts come from, and how they are judged.
+
+Knows nothing of requests' values or of text.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxsample import (
+    Features,
+    Limits,
+    Proposer,
+    Tree,
+    chain,
+    draw_proposals,
+    from_paths,
+    init_cache,
+    model_proposer,
+    ngram_proposer,
+    rng,
+    verify_block,
+    verify_match,
+    verify_rejection,
+    verify_tree_distinct,
+    verify_tree_points,
+)
+from models.decoder import DecoderConfig, Weights, decoder_functions
+
+VERIFIERS = ("match", "rejection", "block", "tree")
+_MAX_DRAFTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What the user asked for.
+
+    Fields:
+      num_drafts: K, proposals a step.
+      verify: one of VERIFIERS.
+      draft: config and weights of a draft model over the target's vocabulary; None proposes n-grams.
+    """
+
+    num_drafts: int
+    verify: str
+    draft: tuple[DecoderConfig, Weights] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A Speculation made ready for one set of capacities.
+
+    Fields:
+      proposer, verify: for make_decode_step.
+      weights: the draft model's, or ().
+      new_state: number of rows -> the proposer's state.
+      forward: the draft model's, for its prefill; None where there is none.
+    """
+
+    proposer: Proposer
+    verify: Callable[..., Any]
+    weights: Any
+    new_state: Callable[[int], Any]
+    forward: Callable[..., Any] | None
+
+
+def prepare(asked: Speculation, vocab_size: int, limits: Limits, features: Features) -> Drafting:
+    """Checks a Speculation and builds its proposer.
+
+    Raises:
+      ValueError: an unknown verifier, a number of proposals out of range, or a draft model of another
+        vocabulary.
+    """
+    if asked.verify not in VERIFIERS:
+        raise ValueError(f"verify is {asked.verify!r}, allowed are {', '.join(VERIFIERS)}")
+    if not 1 <= asked.num_drafts <= _MAX_DRAFTS:
+        raise ValueError(f"num_drafts is {asked.num_drafts}, allowed is 1 ... {_MAX_DRAFTS}")
+    if asked.draft is None:
+        verify = {"match": verify_match, "rejection": verify_rejection, "block": verify_block}
+        proposer = ngram_proposer(chain(asked.num_drafts))
+        return Drafting(proposer, verify.get(asked.verify, verify_tree_points), (), lambda rows: (), None)
+
+    config, weights = asked.draft
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"the draft model has {config.vocab_size} tokens, the model {vocab_size}: they must be the same"
+        )
+    tree = spread_tree(asked.num_drafts) if asked.verify == "tree" else chain(asked.num_drafts)
+    purpose = rng.TARGET if asked.verify == "match" else rng.DRAFT
+    verify = {
+        "match": verify_match,
+        "rejection": verify_rejection,
+        "block": verify_block,
+        "tree": verify_tree_distinct,
+    }[asked.verify]
+    forward, unembed = decoder_functions(config)
+    proposer = model_proposer(
+        forward, unembed, tree, limits=limits, features=features, pick=draw_proposals(purpose)
+    )
+
+    def new_state(num_rows: int):
+        dtype = jax.tree.leaves(weights)[0].dtype
+        shape = (config.num_layers, num_rows, limits.max_length, config.num_kv_heads, config.head_size)
+        return init_cache(*shape, dtype)
+
+    return Drafting(proposer, verify, weights, new_state, forward)
+
+
+def spread_tree(num_drafts: int) -> Tree:
+    """A chain of about two thirds of the proposals, the rest second choices along it from the root on."""
+    depth = -(-2 * num_drafts // 3)
+    paths = [(0,) * depth]
+    paths += [(0,) * level + (1,) for level in range(num_drafts - depth)]
+    return from_paths(paths)
