@@ -154,7 +154,9 @@ def test_shaped_logits_follow_the_reference_up_to_a_constant():
         )
         assert result.logits.shape == (64, 256)
         assert (np.asarray(result.logits)[:, 200:] == -np.inf).all()
-        assert np.array_equal(np.asarray(tidy(result.raw))[:, :200], reference.normalised(batch["logits"][:, :200]))
+        assert np.array_equal(
+            np.asarray(tidy(result.raw))[:, :200], reference.normalised(batch["logits"][:, :200])
+        )
         for b, request in enumerate(batch["requests"]):
             expected, _, valid = reference.shape(
                 batch["logits"][b],
