@@ -15,6 +15,7 @@ from jaxsample.params import Limits, SamplingParams, StopRule, neutral_params, s
 
 _TINY = float(np.finfo(np.float32).tiny)
 _HUGE = float(np.finfo(np.float32).max)
+MAX_CHILDREN = 65536  # the most children of one request
 
 
 def make_params(
@@ -58,7 +59,8 @@ def make_params(
       banned_token_ids: ids that are never drawn.
       bad_words_ids: token sequences that never appear in the output.
       seed: any integer, taken modulo 2^64; 0 is a seed; None draws one here.
-      n: independent children; row i of the result is child i, and child 0 equals the request with n = 1.
+      n: independent children, at most 65,536; row i of the result is child i, and child 0 equals the request
+        with n = 1.
       logprobs: None for none, 0 for the emitted token's, k for its and the k best.
       prompt_logprobs: the same for prompt tokens; checked here, served by `logprobs.score`.
       min_tokens: EOS and stop ids are banned until so many tokens are out. max_tokens: None for no limit but
@@ -77,16 +79,16 @@ def make_params(
       ValueError: names the argument, the value and the allowed range. Nothing is kept of a refused request.
     """
     vocab = limits.vocab_size
-    _number("temperature", temperature, 0, _HUGE, ">= 0 and finite")
+    _number("temperature", temperature, 0, _HUGE, ">= 0 and finite in float32")
     _integer("top_k", top_k, -1, None)
     _number("top_p", top_p, 0, 1, "in [0, 1]")
     _number("min_p", min_p, 0, 1, "in [0, 1]")
     _number("repetition_penalty", repetition_penalty, _TINY, _HUGE, "> 0 and finite in float32")
-    _number("frequency_penalty", frequency_penalty, -_HUGE, _HUGE, "finite")
-    _number("presence_penalty", presence_penalty, -_HUGE, _HUGE, "finite")
+    _number("frequency_penalty", frequency_penalty, -_HUGE, _HUGE, "finite in float32")
+    _number("presence_penalty", presence_penalty, -_HUGE, _HUGE, "finite in float32")
     if seed is not None:
         _integer("seed", seed, None, None)
-    _integer("n", n, 1, None)
+    _integer("n", n, 1, MAX_CHILDREN)
     _count("logprobs", logprobs, min(vocab, limits.num_logprobs))
     _count("prompt_logprobs", prompt_logprobs, min(vocab, limits.num_logprobs))
     _integer("min_tokens", min_tokens, 0, 2**31 - 1)
@@ -124,35 +126,42 @@ def make_params(
 
     if seed is None:
         seed = secrets.randbits(64)
-    rows = []
-    for child in range(n):
-        params, stop = neutral_params(limits, 1)
-        params.temperature[0] = temperature if temperature >= _TINY else 0.0
-        params.top_k[0] = min(max(top_k, 0), 2**31 - 1)
-        params.top_p[0], params.min_p[0] = top_p, min_p
-        params.repetition_penalty[0] = repetition_penalty
-        params.frequency_penalty[0], params.presence_penalty[0] = frequency_penalty, presence_penalty
-        child_seed = rng.child_seed(int(seed), child)
-        params.seed[0] = child_seed & 0xFFFFFFFF, child_seed >> 32
-        params.num_logprobs[0] = -1 if logprobs is None else logprobs
-        _fill_table(params.bias_ids[0], params.bias_values[0], bias)
-        _fill_table(params.scale_ids[0], params.scale_values[0], scale)
-        params.allowed[0] = np.packbits(allowed, bitorder="little").view(np.uint32)
-        _fill_sequences(params.bad_words[0], params.bad_word_lengths[0], words)
-        stop.eos_ids[0, : len(eos)] = eos
-        stop.stop_ids[0, : len(stops)] = stops
-        _fill_sequences(stop.stop_sequences[0], stop.stop_sequence_lengths[0], sequences)
-        stop.ignore_eos[0], stop.min_tokens[0] = ignore_eos, min_tokens
-        if max_tokens is not None:
-            stop.max_tokens[0] = max_tokens
-        rows.append((params, stop))
-    return stack_rows(rows)
+    params, stop = neutral_params(limits, 1)
+    params.temperature[0] = temperature if temperature >= _TINY else 0.0
+    params.top_k[0] = min(max(top_k, 0), 2**31 - 1)
+    params.top_p[0], params.min_p[0] = top_p, min_p
+    params.repetition_penalty[0] = repetition_penalty
+    params.frequency_penalty[0], params.presence_penalty[0] = frequency_penalty, presence_penalty
+    params.num_logprobs[0] = -1 if logprobs is None else logprobs
+    _fill_table(params.bias_ids[0], params.bias_values[0], bias)
+    _fill_table(params.scale_ids[0], params.scale_values[0], scale)
+    params.allowed[0] = np.packbits(allowed, bitorder="little").view(np.uint32)
+    _fill_sequences(params.bad_words[0], params.bad_word_lengths[0], words)
+    stop.eos_ids[0, : len(eos)] = eos
+    stop.stop_ids[0, : len(stops)] = stops
+    _fill_sequences(stop.stop_sequences[0], stop.stop_sequence_lengths[0], sequences)
+    stop.ignore_eos[0], stop.min_tokens[0] = ignore_eos, min_tokens
+    if max_tokens is not None:
+        stop.max_tokens[0] = max_tokens
+    params, stop = stack_rows([(params, stop)] * n)
+    seeds = [rng.child_seed(int(seed), child) for child in range(n)]
+    params.seed[:, 0] = [child_seed & 0xFFFFFFFF for child_seed in seeds]
+    params.seed[:, 1] = [child_seed >> 32 for child_seed in seeds]
+    return params, stop
 
 
 def _number(name, value, low, high, allowed):
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
+    if not low <= _as_float(value) <= high:
         raise ValueError(f"{name} is {value!r}, allowed are numbers {allowed}")
+
+
+def _as_float(value) -> float:
+    """A number as a Python float (a comparison in float16 would round the bounds); NaN for anything else."""
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        return float(value) if number else math.nan
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _integer(name, value, low, high):
@@ -168,12 +177,16 @@ def _count(name, value, most):
 
 
 def _ids(name, ids, capacity, vocab):
-    if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"{name} is {ids!r}, allowed are sequences of token ids")
-    ids = list(dict.fromkeys(_id(name, token, vocab) for token in ids))
+    ids = list(dict.fromkeys(_id(name, token, vocab) for token in _items(name, ids, "token ids")))
     if capacity is not None and len(ids) > capacity:
         raise ValueError(f"{name} has {len(ids)} ids, allowed are at most {capacity} (Limits)")
     return ids
+
+
+def _items(name, values, what):
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise ValueError(f"{name} is or holds {values!r}, allowed are sequences of {what}")
+    return list(values)
 
 
 def _id(name, token, vocab):
@@ -191,20 +204,17 @@ def _table(name, table, capacity, vocab):
         raise ValueError(f"{name} has {len(table)} entries, allowed are at most {capacity} (Limits)")
     result = {}
     for token, value in table.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        number = _as_float(value)
+        if number != number:
             raise ValueError(f"{name}[{token!r}] is {value!r}, allowed are numbers")
-        result[_id(name, token, vocab)] = float(value)
+        result[_id(name, token, vocab)] = number
     return result
 
 
 def _sequences(name, sequences, capacity, max_length, vocab):
-    if isinstance(sequences, str | bytes) or not hasattr(sequences, "__iter__"):
-        raise ValueError(f"{name} is {sequences!r}, allowed are sequences of token id sequences")
     result = []
-    for sequence in sequences:
-        if isinstance(sequence, str | bytes) or not hasattr(sequence, "__iter__"):
-            raise ValueError(f"{name} holds {sequence!r}, allowed are sequences of token ids")
-        sequence = [_id(name, token, vocab) for token in sequence]
+    for sequence in _items(name, sequences, "token id sequences"):
+        sequence = [_id(name, token, vocab) for token in _items(name, sequence, "token ids")]
         if not 1 <= len(sequence) <= max_length:
             raise ValueError(f"{name} holds {len(sequence)} ids in one entry, allowed are 1 ... {max_length}")
         result.append(sequence)

@@ -5,6 +5,13 @@ The one file that knows all of the library. A model is two pure functions:
     forward(weights, tokens i32[B, N], positions i32[B, N], cache, mask bool[B, N, S + N]) -> (hidden, Staged)
     unembed(weights, hidden [B, N, W]) -> logits [B, N, Vp], Vp >= V
 
+with hidden for each token and Staged keys and values [L, B, N, H, D]; the mask says which of the S committed
+slots and N staged nodes each node sees. A loop, B slots wide, with a cache of at least max_length slots:
+
+    requests = admit(empty_requests(limits, B), slots, params, stop, prompts, lengths, limits=limits)
+    cache = prefill(weights, cache, tokens, zeros, counts)      # in slots' order, all but the last token
+    while running: requests, cache, record = step(weights, requests, cache); unpack(record, features)
+
 State is donated, no value is looked at by the host, and what the host is told comes back as one small array.
 """
 
@@ -120,7 +127,8 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
 
     Returns:
       prefill(weights, cache, tokens i32[B, N], lengths i32[B], counts i32[B]) -> cache. The cache is donated.
-      tokens[b, :counts[b]] are committed at slots lengths[b] and on; a row of count 0 idles. Commit all
+      tokens[b, :counts[b]] are committed at slots lengths[b] and on, what lies behind may be anything; a row
+      of count 0 idles. Commit all
       prompt tokens but the last: that one is the root of the first step.
     """
 
@@ -133,7 +141,7 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
         tree = chain(num_tokens - 1)
         order = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
         mask = attention_mask(lengths, tree, cache.num_slots)
-        _, staged = forward(weights, tokens, lengths[:, None] + order, cache, mask)
+        _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, cache, mask)
         return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts)
 
     return jax.jit(prefill, donate_argnums=(1,))
@@ -191,6 +199,10 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
         # PAD has no embedding; what its row says is never looked at.
         tokens = jnp.maximum(drafted[0].tokens, 0)
         positions = requests.length[:, None] + jnp.asarray(tree.depth)[None, :]
+        if cache.num_slots < limits.max_length:
+            raise ValueError(
+                f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
+            )
         mask = attention_mask(requests.length, tree, cache.num_slots)
         with jax.named_scope("forward"):
             hidden, staged = forward(weights, tokens, positions, cache, mask)

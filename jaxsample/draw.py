@@ -39,7 +39,7 @@ def draw_rows(logits, noise, cut: Cut | None = None):
 
 def split_words(rows):
     """[B, V'] as four [B, V'/4]: entry [b, c] of word w is [b, 4 * c + w]."""
-    quads = rows.reshape(rows.shape[0], -1, 4)
+    quads = rows.reshape(rows.shape[0], rows.shape[1] // 4, 4)
     return tuple(quads[:, :, word] for word in range(4))
 
 

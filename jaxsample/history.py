@@ -83,6 +83,7 @@ def append(history: History, tokens, count) -> History:
       tokens: i32[B, M]; entries at count and beyond are ignored.
       count: i32[B], 0 ... M.
     """
+    tokens, count = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
     num_rows, num_vocab = history.output_counts.shape
     step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     live = step < count[:, None]

@@ -44,9 +44,12 @@ def score(logits, ids, num_top: int = 0) -> Logprobs:
     Returns:
       Logprobs.
     """
+    logits, ids = jnp.asarray(logits), jnp.asarray(ids)
+    if logits.ndim != 2 or ids.shape != logits.shape[:1]:
+        raise ValueError(f"logits {list(logits.shape)} and ids {list(ids.shape)}, expected [B, V] and [B]")
     vocab_size = logits.shape[1]
-    if num_top > vocab_size:
-        raise ValueError(f"num_top is {num_top}, allowed is at most the vocabulary's {vocab_size}")
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"num_top is {num_top}, allowed are 0 ... {vocab_size}, the vocabulary")
     z = jnp.pad(logits, ((0, 0), (0, -vocab_size % TILE)), constant_values=-jnp.inf)
     ids = jnp.where((ids >= 0) & (ids < vocab_size), ids, PAD)
     return raw_logprobs(z, ids, num_top)

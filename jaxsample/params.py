@@ -48,8 +48,9 @@ class Limits:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < (field.name == "vocab_size"):
+            if not _is_integer(value) or value < (field.name == "vocab_size"):
                 raise ValueError(f"{field.name} is {value!r}, allowed are integers from 0 (vocab_size: 1)")
+            object.__setattr__(self, field.name, int(value))
 
     @property
     def num_words(self) -> int:
@@ -94,9 +95,9 @@ class Features:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, allowed are {', '.join(map(repr, allowed))}"
                 )
-        if self.num_candidates < 1:
+        if not _is_integer(self.num_candidates) or self.num_candidates < 1:
             raise ValueError(f"num_candidates is {self.num_candidates}, allowed are integers from 1")
-        if self.num_logprobs < -1:
+        if not _is_integer(self.num_logprobs) or self.num_logprobs < -1:
             raise ValueError(f"num_logprobs is {self.num_logprobs}, allowed are -1 (none), 0, 1, ...")
         if self.num_logprobs > self.num_candidates:
             raise ValueError(
@@ -175,6 +176,10 @@ class StopRule:
     ignore_eos: Any
     min_tokens: Any
     max_tokens: Any
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def neutral_params(limits: Limits, num_rows: int) -> tuple[SamplingParams, StopRule]:

@@ -11,6 +11,7 @@ them therefore agree bit for bit, however the compiler divides. Knows nothing ab
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _LARGEST_INT8, _LARGEST_FP8 = 127.0, 448.0
 # Scales below this would make subnormals, which XLA flushes to zero on some devices.
@@ -85,7 +86,20 @@ def encode(x, scales, storage):
     ratio = jnp.where(jnp.isfinite(scales)[..., None], ratio, 0.0)
     if jnp.dtype(storage) == jnp.int8:
         return jnp.round(ratio).astype(jnp.int8)
-    return jax.lax.bitcast_convert_type(ratio.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jax.lax.bitcast_convert_type(_rounded_to_fp8(ratio).astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def _rounded_to_fp8(x):
+    """The float8_e4m3fn number nearest to each float32 within its range, ties to even, as float32.
+
+    In float32 arithmetic, so that the conversion that follows is exact: XLA on GPUs drops a conversion to a
+    narrow float and back, and would leave the staged rows unrounded.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    kept_bit = (bits >> 20) & 1  # the last of three mantissa bits
+    normal = jax.lax.bitcast_convert_type((bits + 0x7FFFF + kept_bit) & ~0xFFFFF, jnp.float32)
+    # Below 2^-6 the numbers are multiples of 2^-9.
+    return jnp.where(jnp.abs(x) < 2.0**-6, jnp.round(x * 512) * np.float32(2.0**-9), normal)
 
 
 def dequantize(codes, scales):

@@ -95,6 +95,8 @@ def _check(logits, params, position, stop, history, allowed, noise, limits):
             f"logits are {logits.dtype}{list(logits.shape)}, expected float32, bfloat16 or float16 [B, V]"
         )
     num_rows, width = logits.shape
+    if num_rows == 0:
+        raise ValueError("logits have no rows, expected at least one")
     if width < limits.vocab_size:
         raise ValueError(
             f"logits have {width} columns, expected at least limits.vocab_size = {limits.vocab_size}"

@@ -72,17 +72,22 @@ def shape(
       ValueError: shapes that do not fit, at trace time.
     """
     vocab_size = limits.vocab_size
+    if allowed is not None and not features.shapes:
+        raise ValueError(
+            f"allowed is given, but tier {features.tier!r} has no masks, expected tier 'full' "
+            "(required_features with grammar=True)"
+        )
+    if len(transform_args) != len(features.transforms):
+        raise ValueError(
+            f"transform_args has {len(transform_args)} entries, expected {len(features.transforms)}: "
+            "one for each of features.transforms"
+        )
     raw, bad = _at_the_door(logits, vocab_size)
     z = tidy(raw)
     if features.shapes:
         z = _add_bias(z, params)
         if history is not None:
             z = penalize(z, params, history)
-        if len(transform_args) != len(features.transforms):
-            raise ValueError(
-                f"transform_args has {len(transform_args)} entries, expected {len(features.transforms)}: "
-                "one for each of features.transforms"
-            )
         for transform, argument in zip(features.transforms, transform_args, strict=True):
             z = _checked(transform(z, argument, position), z, transform)
         z = _mask(z, params, stop, history, allowed, vocab_size)

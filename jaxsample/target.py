@@ -57,7 +57,9 @@ def make_target(shaped: Shaped, params, position, *, vocab_size: int, features: 
     processed = features.num_logprobs >= 0 and features.logprobs_mode == "processed"
     candidates = cut = num_kept = None
     if features.filters or processed or law:
-        candidates = summarize(shaped.logits, features.num_candidates)
+        # Without filters and logprobs a law needs no more than the first token, for greedy rows.
+        count = features.num_candidates if features.filters or processed else 1
+        candidates = summarize(shaped.logits, count)
         cut, num_kept = truncate(shaped.logits, candidates, params, vocab_size=vocab_size, features=features)
     return Target(shaped, params, position, candidates, cut, num_kept, features, vocab_size)
 
@@ -104,7 +106,7 @@ def logprobs_of(target: Target, tokens) -> Logprobs | None:
         assert target.cut is not None
         z = target.shaped.logits
         found = processed_logprobs(z, tokens, target.candidates, target.cut, features.num_logprobs)
-    return limit_top(found, target.params.num_logprobs)
+    return limit_top(found, jnp.where(tokens >= 0, target.params.num_logprobs, -1))
 
 
 def _row_noise(target: Target, given):

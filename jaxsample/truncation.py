@@ -249,7 +249,8 @@ def _largest_value(logits, reached):
         trial = last_key + (jnp.int32(1) << (31 - index))
         return jnp.where(reached(logits >= _value_of_key(trial)[:, None]), trial, last_key)
 
-    least = jnp.full((logits.shape[0],), np.iinfo(np.int32).min, jnp.int32)
+    # Made from the data: in a caller's shard_map it then varies over the mesh as the loop's result does.
+    least = jnp.where(logits[:, 0] < jnp.inf, jnp.int32(np.iinfo(np.int32).min), jnp.int32(0))
     return _value_of_key(jax.lax.fori_loop(0, 32, step, least))
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # model
 
 import jax
 
-from jaxsample import RUNNING, STOP_EOS, STOP_TOKEN, finish_reason, make_params
+from jaxsample import RUNNING, STOP_EOS, STOP_TOKEN, Limits, finish_reason, make_params
 from models.fetch import cache_folder, fetch_smollm2
 from models.figures import print_statistics, statistics
 from models.generation import Reply, Request, Sample, TokenLogprobs, generate
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Loads the model, generates, prints."""
     wishes = read_requests(options)
+    for wish in wishes:
+        check_numbers(wish)
     keep_compiled_programs()
     started = time.perf_counter()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -86,6 +88,14 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps({**record, "stats": stats}, ensure_ascii=False))
         else:
             print_logprobs(index, reply, model.text)
+
+
+def check_numbers(wish: dict[str, Any]) -> None:
+    """Refuses what needs no model to be seen wrong, before one is loaded."""
+    lists = ("logit_bias", "token_temperature_scale", "allowed_token_ids", "banned_token_ids")
+    lists += ("bad_words_ids", "stop_token_ids", "stop_sequences", "seed", "n")
+    numbers = {name: wish[name] for name in _PARAMS if name in wish and name not in lists}
+    make_params(Limits(vocab_size=1024), **numbers)
 
 
 def load_model(options: argparse.Namespace, dtype) -> LoadedModel:

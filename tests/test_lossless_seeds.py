@@ -185,8 +185,9 @@ def test_emitted_tokens_have_the_law_of_the_target(name):
     check(name, 1 << 13)  # 2^16 seeds for the eight laws
 
 
+# One run a verifier with drawn drafts; the other programs are held at 2^16 seeds above.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if "fixed" not in name and "one" not in name])
 def test_emitted_tokens_have_the_law_of_the_target_over_a_million_seeds(name):
     check(name, 1 << 17)  # 2^20 seeds for the eight laws
 
