@@ -108,8 +108,8 @@ def first_tokens(logits, count: int, prepare: Callable[..., Any] = lambda x: x):
 
 
 def _top_k(x, count: int):
-    # Behind barriers: XLA:CPU turns a slice of top_k's result into a full sort. One for each result: jax 0.10.2
-    # aborts on a barrier over the pair inside a shard_map.
+    # Behind barriers: XLA:CPU turns a slice of top_k's result into a full sort. One for each result, since
+    # jax 0.10.2 aborts on a barrier over the pair inside a shard_map.
     values, ids = jax.lax.top_k(x, count)
     return jax.lax.optimization_barrier(values), jax.lax.optimization_barrier(ids)
 
