@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> None:
     """Loads the model, generates, prints."""
     wishes = read_requests(options)
-    for wish in wishes:
-        check_numbers(wish)
+    for index, wish in enumerate(wishes):
+        try:
+            check_numbers(wish)
+        except ValueError as error:
+            raise ValueError(f"request {index}: {error}" if len(wishes) > 1 else str(error)) from None
     keep_compiled_programs()
     started = time.perf_counter()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
