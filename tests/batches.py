@@ -96,7 +96,9 @@ def sample_rows(
         np.zeros(num_rows, np.int32) if position is None else np.asarray(position, np.int32),
         stop=stop,
         history=history_of(limits, prompts or [[]] * num_rows, outputs or [[]] * num_rows, limits.max_length),
-        allowed=bit_mask(limits, grammars or [None] * num_rows),
+        allowed=bit_mask(limits, grammars or [None] * num_rows)
+        if grammars or features.tier == "full"
+        else None,
         limits=limits,
         features=features,
         noise=noise,
