@@ -7,11 +7,22 @@ finish detection, as pure functions for jitted loops. `sample` is the one call a
 
 from jaxsample.adaptive import DraftLength, adaptive, draft_length_of, new_draft_length, update_draft_length
 from jaxsample.admission import make_params
+from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.candidates import Candidates, log_sum_exp, summarize
-from jaxsample.decode import StepOutput, make_decode_step, make_prefill, make_split_step, unpack
+from jaxsample.decode import (
+    StepOutput,
+    make_decode_many,
+    make_decode_step,
+    make_prefill,
+    make_split_step,
+    unpack,
+)
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
+from jaxsample.engine import Engine, EngineStats, QueueFull
+from jaxsample.grammar import Matcher
 from jaxsample.history import History, append, start
+from jaxsample.intake import Request
 from jaxsample.kvcache import (
     KVCache,
     Staged,
@@ -74,6 +85,7 @@ from jaxsample.requests import (
 )
 from jaxsample.sample import Sampled, sample
 from jaxsample.shaping import Shaped, shape
+from jaxsample.streams import Sample, Stream, Tokens
 from jaxsample.target import Target, draw_target, law_of, logprobs_of, make_target
 from jaxsample.truncation import Cut, cut_candidates, cut_rows, kept
 from jaxsample.verify import Verdict, accept_matching, verify_match
@@ -90,10 +102,13 @@ __all__ = [
     "STOP_EOS",
     "STOP_SEQUENCE",
     "STOP_TOKEN",
+    "Buckets",
     "Candidates",
     "Cut",
     "Draft",
     "DraftLength",
+    "Engine",
+    "EngineStats",
     "Features",
     "GivenNoise",
     "History",
@@ -101,16 +116,22 @@ __all__ = [
     "Law",
     "Limits",
     "Logprobs",
+    "Matcher",
     "PagedKVCache",
     "Proposer",
+    "QueueFull",
+    "Request",
     "Requests",
+    "Sample",
     "Sampled",
     "SamplingParams",
     "Shaped",
     "Staged",
     "StepOutput",
     "StopRule",
+    "Stream",
     "Target",
+    "Tokens",
     "Tree",
     "Verdict",
     "WriteMetrics",
@@ -151,6 +172,8 @@ __all__ = [
     "log_probs",
     "log_sum_exp",
     "logprobs_of",
+    "make_buckets",
+    "make_decode_many",
     "make_decode_step",
     "make_params",
     "make_prefill",

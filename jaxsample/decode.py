@@ -17,14 +17,14 @@ State is donated, no value is looked at by the host, and what the host is told c
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsample.draft import ROOT, Draft, Tree, chain
-from jaxsample.kvcache import KVCache, attention_mask, commit
+from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.logprobs import Logprobs
 from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import Features, Limits
@@ -81,10 +81,11 @@ def make_decode_step(
       proposer's) and cache the pair (model's, proposer's state), given and returned. Slots that do not run
       are left as they are. Read the record with `unpack`, best after the next step is launched.
     """
-    ahead, tail = _halves(forward, unembed, limits, features, proposer, verify)
+    parts = step_parts(forward, unembed, limits, features, proposer, verify)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
-        return tail(weights, requests, cache, ahead(weights, requests, cache), allowed, transform_args)
+        _check_slots(cache if proposer is None else cache[0], limits)
+        return parts.step(weights, requests, cache, allowed, transform_args)
 
     return jax.jit(step, donate_argnums=(1, 2))
 
@@ -110,12 +111,60 @@ def make_split_step(
       cache, record), with requests and cache donated. Launch ahead, read the draft's tokens i32[B, N], fill
       the masks, launch tail.
     """
-    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
+    parts = step_parts(forward, unembed, limits, features, proposer, verify)
 
-    def last(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
-        return tail(weights, requests, cache, (drafted, ahead), allowed, transform_args)
+    def ahead(weights, requests, cache, drafted):
+        _check_slots(cache if proposer is None else cache[0], limits)
+        return parts.forward(weights, requests, cache, drafted)
 
-    return jax.jit(propose), jax.jit(forward_pass), jax.jit(last, donate_argnums=(1, 2))
+    def tail(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
+        return parts.tail(weights, requests, cache, drafted, ahead, allowed, transform_args)
+
+    return jax.jit(parts.propose), jax.jit(ahead), jax.jit(tail, donate_argnums=(1, 2))
+
+
+def make_decode_many(
+    forward: Callable[..., Any],
+    unembed: Callable[..., Any],
+    num_steps: int,
+    *,
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None = None,
+    verify: Callable[..., Verdict] = verify_match,
+):
+    """Build a jitted run of many steps in one launch, for offline use: nothing is read between them.
+
+    Rows that have ended idle until the last step.
+
+    Args:
+      forward, unembed, limits, features, proposer, verify: as `make_decode_step`.
+      num_steps: T, at least 1.
+
+    Returns:
+      decode_many(weights, requests, cache, transform_args=()) -> (requests, cache, records i32[T, B, R]);
+      requests and cache are donated. Read each record with `unpack`.
+
+    Raises:
+      ValueError: num_steps below 1.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}, allowed are integers from 1")
+    parts = step_parts(forward, unembed, limits, features, proposer, verify)
+
+    def decode_many(weights, requests: Requests, cache, transform_args=()):
+        _check_slots(cache if proposer is None else cache[0], limits)
+
+        def one(carry, _):
+            requests, cache = carry
+            requests, cache, record = parts.step(weights, requests, cache, None, transform_args)
+            return (requests, cache), record
+
+        # A loop of known length: the device does not ask the host how often.
+        (requests, cache), records = jax.lax.scan(one, (requests, cache), length=num_steps)
+        return requests, cache, records
+
+    return jax.jit(decode_many, donate_argnums=(1, 2))
 
 
 def make_prefill(forward: Callable[..., Any], limits: Limits):
@@ -132,19 +181,23 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
       prompt tokens but the last: that one is the root of the first step.
     """
 
-    def prefill(weights, cache: KVCache, tokens, lengths, counts):
-        num_rows, num_tokens = tokens.shape
-        if num_tokens > limits.max_length:
+    def prefill(weights, cache: Cache, tokens, lengths, counts):
+        if tokens.shape[1] > limits.max_length:
             raise ValueError(
-                f"tokens are {num_tokens} wide, allowed is at most max_length = {limits.max_length}"
+                f"tokens are {tokens.shape[1]} wide, allowed is at most max_length = {limits.max_length}"
             )
-        tree = chain(num_tokens - 1)
-        order = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-        mask = attention_mask(lengths, tree, cache.num_slots)
-        _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, cache, mask)
-        return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts)
+        return commit_tokens(forward, weights, cache, tokens, lengths, counts)
 
     return jax.jit(prefill, donate_argnums=(1,))
+
+
+def commit_tokens(forward: Callable[..., Any], weights, cache, tokens, lengths, counts) -> Any:
+    """Run known tokens through the model and commit their keys and values: the body of `make_prefill`."""
+    num_rows, num_tokens = tokens.shape
+    order = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    mask = attention_mask(lengths, chain(num_tokens - 1), cache.num_slots)
+    _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, cache, mask)
+    return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts)
 
 
 def unpack(record, features: Features) -> StepOutput:
@@ -180,11 +233,56 @@ def unpack(record, features: Features) -> StepOutput:
     )
 
 
+def columns_of(num_tokens: int, num_top: int) -> list[np.ndarray]:
+    """Where a step's record says all about its m-th token: m -> columns, for m < M = num_tokens.
+
+    The columns are, in order, the token, its logprob, its rank, the top ids and the top logprobs; the token
+    alone where num_top is -1. Status, count, drafted and accepted are columns 0 ... 3.
+    """
+    start = np.arange(num_tokens) + _NUM_COUNTS
+    if num_top < 0:
+        return [start[m : m + 1] for m in range(num_tokens)]
+    singles = [start + num_tokens * part for part in range(3)]
+    top = start[0] + 3 * num_tokens + np.arange(num_tokens * num_top).reshape(num_tokens, num_top)
+    parts = (top, top + num_tokens * num_top)
+    return [
+        np.concatenate([*(single[m : m + 1] for single in singles), *(part[m] for part in parts)])
+        for m in range(num_tokens)
+    ]
+
+
 _NUM_COUNTS = 4
 
 
-def _parts(forward, unembed, limits: Limits, features: Features, proposer: Proposer | None, verify):
-    """The step's three parts: propose, the model's pass, and all that follows."""
+class StepParts(NamedTuple):
+    """The step in three pure parts, not jitted, for programs that put something of their own around them.
+
+    Fields:
+      propose: (weights, requests, cache) -> drafted, whose first entry is the Draft.
+      forward: (weights, requests, cache, drafted) -> ahead.
+      tail: (weights, requests, cache, drafted, ahead, allowed, transform_args) -> (requests, cache, record).
+    """
+
+    propose: Callable[..., Any]
+    forward: Callable[..., Any]
+    tail: Callable[..., Any]
+
+    def step(self, weights, requests: Requests, cache, allowed, transform_args):
+        """All three, one after another."""
+        drafted = self.propose(weights, requests, cache)
+        ahead = self.forward(weights, requests, cache, drafted)
+        return self.tail(weights, requests, cache, drafted, ahead, allowed, transform_args)
+
+
+def step_parts(
+    forward: Callable[..., Any],
+    unembed: Callable[..., Any],
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None,
+    verify: Callable[..., Verdict],
+) -> StepParts:
+    """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write."""
     tree: Tree = ROOT if proposer is None else proposer.tree
 
     def propose(weights, requests: Requests, cache):
@@ -199,18 +297,14 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
         # PAD has no embedding; what its row says is never looked at.
         tokens = jnp.maximum(drafted[0].tokens, 0)
         positions = requests.length[:, None] + jnp.asarray(tree.depth)[None, :]
-        if cache.num_slots < limits.max_length:
-            raise ValueError(
-                f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
-            )
         mask = attention_mask(requests.length, tree, cache.num_slots)
         with jax.named_scope("forward"):
             hidden, staged = forward(weights, tokens, positions, cache, mask)
         with jax.named_scope("unembed"):
             return hidden, staged, unembed(weights, hidden)
 
-    def tail(weights, requests: Requests, cache, ahead, allowed, transform_args):
-        (draft, draft_staged), (hidden, staged, logits) = ahead
+    def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
+        (draft, draft_staged), (hidden, staged, logits) = drafted, ahead
         with jax.named_scope("sample"):
             target = node_target(
                 logits,
@@ -240,17 +334,14 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
             requests = advance(requests, verdict, status, drafted)
         return requests, committed, record
 
-    return propose, forward_pass, tail
+    return StepParts(propose, forward_pass, tail)
 
 
-def _halves(forward, unembed, limits, features, proposer, verify):
-    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
-
-    def ahead(weights, requests, cache):
-        drafted = propose(weights, requests, cache)
-        return drafted, forward_pass(weights, requests, cache, drafted)
-
-    return ahead, tail
+def _check_slots(cache: Cache, limits: Limits):
+    if cache.num_slots < limits.max_length:
+        raise ValueError(
+            f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
+        )
 
 
 def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:

@@ -43,14 +43,15 @@ def count_dtype(limits: Limits):
     return np.int32
 
 
-def start(limits: Limits, prompts, prompt_lengths) -> History:
-    """The history of requests that have emitted nothing.
+def start(limits: Limits, prompts, prompt_lengths, num_emitted=None) -> History:
+    """The history of requests that have emitted nothing, or that go on after what they emitted before.
 
     Args:
       limits: capacities.
       prompts: i32[B, LP], padded with anything; LP <= S + 1.
       prompt_lengths: i32[B], the valid part of each prompt. Ids outside [0, V) within it are kept in `tokens`
         but are no history for penalties.
+      num_emitted: i32[B], tokens in `prompts` behind the prompt that the request itself emitted. None: 0.
 
     Raises:
       ValueError: prompts wider than S + 1, at trace time.
@@ -60,17 +61,28 @@ def start(limits: Limits, prompts, prompt_lengths) -> History:
     capacity = limits.max_length + 1
     if width > capacity:
         raise ValueError(f"prompts are {width} wide, allowed is at most max_length + 1 = {capacity}")
-    inside = jnp.arange(width, dtype=jnp.int32)[None, :] < prompt_lengths[:, None]
-    tokens = jnp.where(inside, prompts, PAD)
+    index = jnp.arange(width, dtype=jnp.int32)[None, :]
+    in_prompt = index < prompt_lengths[:, None]
+    tokens = jnp.where(in_prompt, prompts, PAD)
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     seen = jnp.zeros((num_rows, limits.num_words * 32), jnp.bool_)
     seen = seen.at[rows, _droppable(tokens, limits.vocab_size, seen.shape[1])].set(True, mode="drop")
+    counts = jnp.zeros((num_rows, limits.vocab_size), count_dtype(limits))
+    if num_emitted is None:
+        num_emitted = jnp.zeros((num_rows,), jnp.int32)
+    else:
+        num_emitted = jnp.asarray(num_emitted, jnp.int32)
+        in_output = ~in_prompt & (index < (prompt_lengths + num_emitted)[:, None])
+        outputs = jnp.where(in_output, prompts, PAD)
+        tokens = jnp.where(in_output, prompts, tokens)
+        ids = _droppable(outputs, limits.vocab_size, limits.vocab_size)
+        counts = counts.at[rows, ids].add(jnp.ones((), counts.dtype), mode="drop")
     return History(
         prompt_seen=pack_bits(seen),
-        output_counts=jnp.zeros((num_rows, limits.vocab_size), count_dtype(limits)),
+        output_counts=counts,
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width)), constant_values=PAD),
         num_prompt=prompt_lengths,
-        num_emitted=jnp.zeros((num_rows,), jnp.int32),
+        num_emitted=num_emitted,
         pending=jnp.zeros((num_rows, 0), jnp.int32),
     )
 

@@ -70,28 +70,33 @@ def admit(
     stop: StopRule,
     prompts,
     prompt_lengths,
+    num_emitted=None,
     *,
     limits: Limits,
 ) -> Requests:
     """Put n requests into slots, in one write; whatever a slot held before is gone.
 
-    The caller commits the keys and values of every prompt token but the last, which becomes the root.
+    The caller commits the keys and values of every token but the last, which becomes the root. A request that
+    was stopped on its way goes on with the tokens it would have had: noise depends on positions alone.
 
     Args:
       requests: Requests.
       slots: i32[n], distinct; below 0 or at B and above is padding and dropped.
       params, stop: n rows each, from `make_params`.
-      prompts: i32[n, LP], PAD behind. prompt_lengths: i32[n], 1 ... S; a row of length 0 is refused with
-        status ERROR.
+      prompts: i32[n, LP], PAD behind. prompt_lengths: i32[n], at least 1.
+      num_emitted: i32[n], tokens in `prompts` behind the prompt that the request emitted before it was
+        stopped. None: 0. Prompt and emitted together have 1 ... S tokens; other rows are refused with status
+        ERROR.
       limits: capacities.
     """
     prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
-    last = jnp.maximum(prompt_lengths - 1, 0)[:, None]
-    fits = (prompt_lengths >= 1) & (prompt_lengths <= limits.max_length)
+    num_tokens = prompt_lengths if num_emitted is None else prompt_lengths + jnp.asarray(num_emitted)
+    last = jnp.maximum(num_tokens - 1, 0)[:, None]
+    fits = (prompt_lengths >= 1) & (num_tokens >= prompt_lengths) & (num_tokens <= limits.max_length)
     new = Requests(
         params=params,
         stop=stop,
-        history=start(limits, prompts, prompt_lengths),
+        history=start(limits, prompts, prompt_lengths, num_emitted),
         length=last[:, 0],
         root=jnp.take_along_axis(prompts, last, axis=1, mode="clip")[:, 0],
         status=jnp.where(fits, RUNNING, ERROR),

@@ -236,3 +236,24 @@ def test_a_chunk_wider_than_the_cache_is_refused():
     _, cache = _admit_all(1, [0], [1])
     with pytest.raises(ValueError, match="max_length"):
         prefill(WEIGHTS, cache, np.zeros((1, S + 1), np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+
+def test_many_steps_in_one_launch_are_the_steps_one_by_one():
+    num_steps = 12
+    many = js.make_decode_many(forward, unembed, num_steps, limits=LIMITS, features=FEATURES)
+    slots = list(range(len(REQUESTS)))
+    requests, cache = _admit_all(len(slots), slots, slots)
+    records = []
+    for _ in range(num_steps):
+        requests, cache, record = step(WEIGHTS, requests, cache)
+        records.append(np.asarray(record))
+    again = many(WEIGHTS, *_admit_all(len(slots), slots, slots))
+    np.testing.assert_array_equal(np.asarray(again[2]), np.stack(records))
+    moved = lambda requests, cache: jax.tree.leaves(
+        (requests.history, requests.length, requests.root, requests.status, requests.writes, cache)
+    )
+    for left, right in zip(moved(requests, cache), moved(*again[:2]), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    assert (np.asarray(requests.status) != js.RUNNING).any(), "some row idled"
+    with pytest.raises(ValueError, match="num_steps is 0"):
+        js.make_decode_many(forward, unembed, 0, limits=LIMITS, features=FEATURES)

@@ -39,6 +39,17 @@ MODULE_ORDER = (
     "propose",
     "adaptive",
     "decode",
+    "buckets",
+    "staging",
+    "slots",
+    "lowering",
+    "grammar",
+    "intake",
+    "pages",
+    "streams",
+    "seats",
+    "schedule",
+    "engine",
 )
 ALLOWED_OUTSIDE = {"jax", "jaxlib", "numpy"}
 MAX_LINES = 400

@@ -1,0 +1,337 @@
+"""The host side of a serving loop: requests in, streams of token ids out, one plain object.
+
+    engine = Engine(forward, unembed, weights, new_cache, limits=limits, buckets=buckets, num_pages=512)
+    stream = engine.submit(Request([1, 2, 3], {"temperature": 0.7, "max_tokens": 100}))
+    for sample, tokens in stream: ...
+
+A step is launched before the one before it is read, so the device never waits for the host. Knows nothing of
+text or networks. `step` and `run` belong to one thread; `submit`, `cancel` and `change` may come from any.
+"""
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsample import slots
+from jaxsample.buckets import Buckets, compile_ahead
+from jaxsample.draft import ROOT, Tree
+from jaxsample.grammar import fill_masks
+from jaxsample.intake import Intake, Request
+from jaxsample.lowering import lower_programs
+from jaxsample.params import Limits
+from jaxsample.propose import Proposer
+from jaxsample.requests import empty_requests
+from jaxsample.schedule import Plan, Scheduler
+from jaxsample.seats import Ticket
+from jaxsample.streams import Sample, Stream
+from jaxsample.verify import Verdict, verify_match
+
+
+class QueueFull(RuntimeError):
+    """No more requests are taken before some have begun."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counts; those of tokens are totals since the engine was made.
+
+    Fields:
+      num_waiting, num_seated: samples' tickets in the queue, samples in slots. num_slots: B.
+      num_free_pages, num_pages. num_tokens: emitted. num_windows: row steps that emitted.
+      num_drafted, num_accepted: proposals. num_preempted: times a sample had to give up its pages.
+    """
+
+    num_waiting: int
+    num_seated: int
+    num_slots: int
+    num_free_pages: int
+    num_pages: int
+    num_tokens: int
+    num_windows: int
+    num_drafted: int
+    num_accepted: int
+    num_preempted: int
+
+
+class Engine:
+    """Slots, pages, a queue and the compiled programs of one model.
+
+    Attributes:
+      limits, buckets: as given.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        unembed: Callable[..., Any],
+        weights: Any,
+        new_cache: Callable[[int, int, Any], Any],
+        *,
+        limits: Limits,
+        buckets: Buckets,
+        num_pages: int,
+        page_size: int = 16,
+        max_waiting: int = 1024,
+        grammars: bool = False,
+        proposer: Proposer | None = None,
+        verify: Callable[..., Verdict] = verify_match,
+        draft_weights: Any = (),
+        new_drafts: Callable[[int], Any] | None = None,
+        draft_forward: Callable[..., Any] | None = None,
+    ):
+        """Compile all programs; nothing is compiled later.
+
+        Args:
+          forward, unembed, weights: the model, see `decode`.
+          new_cache: (num_pages, page_size, page_table i32[B, P]) -> PagedKVCache, of `init_paged_cache`.
+          limits: capacities of a request.
+          buckets: shapes and stages, of `make_buckets`; rows end at the number of slots, lengths at
+            max_length or above.
+          num_pages: pages of all requests together. page_size: slots of a page, at least what a step emits.
+          max_waiting: requests in the queue, at least 1; `submit` refuses more.
+          grammars: whether requests may have one: steps with such rows run as two programs, masks being
+            made while the model runs.
+          proposer, verify: speculation, as in `make_decode_step`.
+          draft_weights: the proposer's weights.
+          new_drafts: (B) -> the proposer's state: arrays with B rows, or for a draft model's cache a
+            PagedKVCache of the same pages with any page table. None for a proposer without state.
+          draft_forward: the draft model's function, where new_drafts gives its cache.
+
+        Raises:
+          ValueError: sizes that do not fit together.
+        """
+        width = 1 if proposer is None else proposer.tree.max_depth + 1
+        _check_sizes(limits, buckets, num_pages, page_size, max_waiting, width)
+        self.limits, self.buckets = limits, buckets
+        self._max_waiting = max_waiting
+        self._tree: Tree = ROOT if proposer is None else proposer.tree
+        self._weights = weights if proposer is None else (weights, draft_weights)
+        self._scheduler = Scheduler(limits, buckets, num_pages, page_size, width)
+        self._intake = Intake(limits, buckets, grammars, num_pages, self._scheduler.pages_needed)
+        num_slots = buckets.rows[-1]
+        table = jnp.full((num_slots, buckets.lengths[-1] // page_size), -1, jnp.int32)
+        self._state = slots.EngineState(
+            requests=empty_requests(limits, num_slots),
+            cache=new_cache(num_pages, page_size, table),
+            drafts=() if new_drafts is None else new_drafts(num_slots),
+        )
+        self._programs = compile_ahead(
+            lower_programs(
+                forward,
+                unembed,
+                self._weights,
+                self._state,
+                limits=limits,
+                buckets=buckets,
+                page_size=page_size,
+                grammars=grammars,
+                proposer=proposer,
+                verify=verify,
+                draft_forward=draft_forward,
+            )
+        )
+        self._in_flight: tuple[Plan, Any] | None = None
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock = threading.Lock()
+        self._num_submitted = 0
+        self._num_new = 0  # submitted, not queued by the scheduler yet
+
+    # --- callers --------------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """How many more requests `submit` takes now."""
+        return max(self._max_waiting - self._num_new - self._scheduler.num_waiting, 0)
+
+    @property
+    def stats(self) -> EngineStats:
+        seats, totals = self._scheduler.seats, self._scheduler.totals
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting + self._num_new,
+            num_seated=seats.num_slots - seats.num_free,
+            num_slots=seats.num_slots,
+            num_free_pages=seats.pool.num_free,
+            num_pages=seats.pool.holders.size,
+            num_tokens=totals.tokens,
+            num_windows=totals.windows,
+            num_drafted=totals.drafted,
+            num_accepted=totals.accepted,
+            num_preempted=totals.preempted,
+        )
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request.
+
+        Raises:
+          ValueError: what `make_params` refuses; an empty prompt, ids outside the vocabulary, a request that
+            needs more slots, pages or stages than the engine has. Nothing has changed then.
+          TypeError: a parameter that does not exist.
+          QueueFull: `max_waiting` requests wait; step and try again.
+        """
+        accepted = self._intake.accept(request)
+        matchers = [None if request.grammar is None else request.grammar() for _ in accepted.words]
+        samples = [
+            Sample(index, accepted.num_logprobs, matcher, accepted.ends)
+            for index, matcher in enumerate(matchers)
+        ]
+        stream = Stream(accepted.request, tuple(samples), self.step)
+        with self._lock:
+            if self.room == 0:
+                raise QueueFull(f"{self._max_waiting} requests wait already (max_waiting)")
+            prompt = accepted.prompt
+            ticket = Ticket(samples, accepted.words, accepted.level, prompt, len(prompt), self._num_submitted)
+            self._num_submitted += 1
+            self._num_new += 1
+
+            def queue():
+                self._num_new -= 1
+                self._scheduler.add(ticket)
+
+            self._inbox.append(queue)
+        return stream
+
+    def cancel(self, target: Stream | Sample) -> None:
+        """End a request or one of its samples with status CANCELLED, at the next step; what is done stays."""
+        for sample in target.samples if isinstance(target, Stream) else (target,):
+            self._inbox.append(functools.partial(self._scheduler.cancel, sample))
+
+    def change(self, stream: Stream, **params: Any) -> None:
+        """Give a request other parameters, from the next step that is launched.
+
+        Args:
+          stream: of `submit`.
+          params: the arguments of `make_params` that change; the others, and the seed, stay. n cannot change.
+
+        Raises:
+          ValueError, TypeError: as `submit`; nothing has changed then.
+        """
+        old = stream.request
+        if params.get("n", len(stream.samples)) != len(stream.samples):
+            raise ValueError(f"n is {params['n']}, allowed is {len(stream.samples)}: it cannot change")
+        seed = {"seed": old.params["seed"]} if params.get("seed", 0) is None else {}
+        accepted = self._intake.accept(dataclasses.replace(old, params={**old.params, **params, **seed}))
+        if accepted.num_logprobs != stream.samples[0].num_logprobs:
+            asked = old.params.get("logprobs")
+            raise ValueError(f"logprobs is {params['logprobs']}, allowed is {asked}: it cannot change")
+        stream.request = accepted.request
+        for sample, words in zip(stream.samples, accepted.words, strict=True):
+            self._inbox.append(functools.partial(self._scheduler.change, sample, words, accepted.level))
+
+    def step(self) -> bool:
+        """Launch the next step and take in the last one; whether there is more to do."""
+        while self._inbox:
+            self._inbox.popleft()()
+        plan = self._scheduler.plan()
+        launched = self._launch(plan)
+        self._take_in()
+        if launched is not None and plan.masked:
+            launched = self._complete(plan, *launched)
+        if launched is not None:
+            launched.copy_to_host_async()
+            self._in_flight = (plan, launched)
+        return bool(self._inbox) or self._in_flight is not None or self._scheduler.has_work
+
+    def run(self) -> None:
+        """Step until all is done."""
+        while self.step():
+            pass
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: Plan):
+        """Start the plan's programs: the step's record, with grammars what the tail needs, or None."""
+        programs, weights = self._programs, self._weights
+        if plan.updates is not None:
+            self._state = programs["update", len(plan.updates)](self._state, plan.updates)
+        if plan.prefill is not None:
+            name = ("prefill", *plan.prefill.shape, plan.prefill_length)
+            self._state = programs[name](weights, self._state, plan.prefill)
+        if plan.copies is not None:
+            self._state = programs[("copy pages",)](self._state, plan.copies)
+        if not len(plan.slots):
+            return None
+        shape = len(plan.record), plan.length
+        if plan.masked:
+            return programs["look ahead", *shape](weights, self._state, plan.record)
+        self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
+        return record
+
+    def _complete(self, plan: Plan, drafted, ahead):
+        program = self._programs["complete", len(plan.record), plan.length]
+        masks = self._masks(plan, drafted)
+        self._state, record = program(self._weights, self._state, plan.record, drafted, ahead, masks)
+        return record
+
+    def _take_in(self) -> None:
+        if self._in_flight is None:
+            return
+        plan, record = self._in_flight
+        self._in_flight = None
+        self._scheduler.deliver(plan, np.asarray(record))
+        if plan.masked:
+            for _, sample in self._scheduler.with_grammar(plan):
+                self._attempt(sample, self._follow, sample)
+
+    def _follow(self, sample: Sample) -> None:
+        """Tell a sample's matcher what it emitted."""
+        token_ids = sample.tokens().token_ids
+        for token in token_ids[sample.num_matched :].tolist():
+            if not sample.matcher.accept(token):
+                raise ValueError(f"the grammar does not accept token {token}")
+        sample.num_matched = len(token_ids)
+
+    def _masks(self, plan: Plan, drafted) -> np.ndarray:
+        """u32[b, W], or u32[b, N, W] with proposals: the tokens each row's grammar allows."""
+        shape = len(plan.record), self._tree.num_nodes, self.limits.num_words
+        masks = np.full(shape, 0xFFFFFFFF, np.uint32)
+        rows = self._scheduler.with_grammar(plan)
+        # Without proposals nothing of the draft is needed here, and nothing waits for the device.
+        drafts = np.asarray(drafted[0].tokens) if self._tree.num_nodes > 1 else np.zeros(shape[:2], np.int32)
+        for row, sample in rows:
+            mask = np.zeros(shape[1:], np.uint32)
+            if self._attempt(sample, fill_masks, sample.matcher, self._tree, drafts[row], sample.ends, mask):
+                masks[row] = mask
+        return masks if self._tree.num_nodes > 1 else masks[:, 0]
+
+    def _attempt(self, sample: Sample, function: Callable[..., None], *arguments: Any) -> bool:
+        """Call what belongs to one request alone: where it fails, that request fails and no other."""
+        try:
+            function(*arguments)
+        except Exception as error:  # a matcher is foreign code and may raise anything
+            self._scheduler.fail(sample, f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def _check_sizes(
+    limits: Limits, buckets: Buckets, num_pages: int, page_size: int, max_waiting: int, width: int
+) -> None:
+    if page_size < width:
+        raise ValueError(f"page_size is {page_size}, allowed is at least the {width} tokens a step can emit")
+    for length in buckets.lengths:
+        if length % page_size:
+            raise ValueError(
+                f"buckets.lengths has {length}, allowed are multiples of page_size = {page_size}"
+            )
+    longest = buckets.lengths[-1]
+    if longest < limits.max_length:
+        raise ValueError(
+            f"buckets.lengths end at {longest}, expected at least max_length = {limits.max_length}"
+        )
+    for name, value in (("num_pages", num_pages), ("max_waiting", max_waiting)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, allowed are integers from 1")
+    for features in buckets.features:
+        if features.transforms:
+            raise ValueError("buckets.features hold transforms, which an engine has no arguments for")
+        if features.num_logprobs > limits.num_logprobs:
+            raise ValueError(
+                f"features compute {features.num_logprobs} logprobs, allowed are limits.num_logprobs = "
+                f"{limits.num_logprobs}"
+            )

@@ -1,0 +1,135 @@
+"""What an engine takes: one request checked and laid out, before anything is queued.
+
+Knows nothing of slots or of the device. All that can be refused is refused here.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsample.admission import make_params
+from jaxsample.buckets import Buckets
+from jaxsample.grammar import Matcher
+from jaxsample.params import Limits, required_features
+from jaxsample.staging import pack_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller wants.
+
+    Fields:
+      prompt: token ids, 1 ... S.
+      params: arguments of `make_params` by name; n samples are made.
+      grammar: makes a Matcher, one for each sample; None for no grammar.
+    """
+
+    prompt: Sequence[int]
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    grammar: Callable[[], Matcher] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """A request that can be served.
+
+    Fields:
+      request: the same, its prompt an array and its seed settled.
+      prompt: i32[T].
+      words: i32[n, W], parameters and stop rule of each sample, packed.
+      level: index of the features it needs.
+      num_logprobs: top logprobs asked for; -1 for none.
+      ends: the ids that end it.
+    """
+
+    request: Request
+    prompt: np.ndarray
+    words: np.ndarray
+    level: int
+    num_logprobs: int
+    ends: frozenset[int]
+
+
+class Intake:
+    """The capacities of one engine, which requests are held against."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        buckets: Buckets,
+        grammars: bool,
+        num_pages: int,
+        pages_needed: Callable[[int, int, int], int],
+    ):
+        """pages_needed: (tokens of the prompt, samples, max_tokens) -> pages it cannot do without."""
+        self._limits, self._buckets, self._grammars = limits, buckets, grammars
+        self._num_pages, self._pages_needed = num_pages, pages_needed
+
+    def accept(self, request: Request) -> Accepted:
+        """Check a request.
+
+        Raises:
+          ValueError: names the argument, the value and what is allowed. TypeError: no such parameter.
+        """
+        params = dict(request.params)
+        if params.get("prompt_logprobs") is not None:
+            value = params["prompt_logprobs"]
+            raise ValueError(f"prompt_logprobs is {value!r}, allowed is None: use `score` on the prompt")
+        if request.grammar is not None and not self._grammars:
+            raise ValueError("grammar is given, allowed is None: the engine was made with grammars=False")
+        if params.get("seed") is None:
+            params["seed"] = secrets.randbits(64)
+        limits, most = self._limits, self._buckets.features[-1]
+        prompt = _checked_prompt(request.prompt, limits)
+        rows, stop = make_params(limits, prompt_length=len(prompt), **params)
+        needed = required_features(
+            rows,
+            stop,
+            limits=limits,
+            num_candidates=most.num_candidates,
+            filter_order=most.filter_order,
+            logprobs_mode=most.logprobs_mode,
+            grammar=request.grammar is not None,
+        )
+        # A program computes as many top logprobs as any row wants, at most what it was built for.
+        num_logprobs = int(rows.num_logprobs[0])
+        level = self._buckets.level_of(dataclasses.replace(needed, num_logprobs=num_logprobs))
+        num_samples, num_slots = len(stop.max_tokens), self._buckets.rows[-1]
+        if num_samples > num_slots:
+            raise ValueError(f"n is {num_samples}, allowed is at most {num_slots}, the engine's slots")
+        num_pages = self._pages_needed(len(prompt), num_samples, int(stop.max_tokens[0]))
+        if num_pages > self._num_pages:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, max_tokens is {params.get('max_tokens')}, n is "
+                f"{num_samples}: they need {num_pages} pages, allowed is at most {self._num_pages}"
+            )
+        return Accepted(
+            request=dataclasses.replace(request, prompt=prompt, params=params),
+            prompt=prompt,
+            words=pack_rows((rows, stop)),
+            level=level,
+            num_logprobs=num_logprobs,
+            ends=_ends(params),
+        )
+
+
+def _ends(params: Mapping[str, Any]) -> frozenset[int]:
+    eos = () if params.get("ignore_eos") else params.get("eos_token_ids", ())
+    return frozenset((*eos, *params.get("stop_token_ids", ())))
+
+
+def _checked_prompt(prompt: Sequence[int], limits: Limits) -> np.ndarray:
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 1 <= tokens.size <= limits.max_length:
+        raise ValueError(
+            f"prompt has shape {tokens.shape} and dtype {tokens.dtype}, allowed are "
+            f"1 ... {limits.max_length} token ids"
+        )
+    outside = (tokens < 0) | (tokens >= limits.vocab_size)
+    if outside.any():
+        worst = tokens[outside][0]
+        raise ValueError(f"prompt holds {worst}, allowed are token ids in [0, {limits.vocab_size})")
+    return tokens.astype(np.int32)

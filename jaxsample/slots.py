@@ -1,0 +1,268 @@
+"""The device side of an engine: programs over chosen slots of a batch whose keys and values lie in pages.
+
+Knows nothing about which slots are chosen or who allocates pages: every program takes what the host decided
+as one small array of integers. A slot at B and above is padding.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsample.decode import StepParts, commit_tokens
+from jaxsample.paged import PagedKVCache
+from jaxsample.params import PAD, Limits, SamplingParams, StopRule, neutral_params, set_rows
+from jaxsample.requests import IDLE, Requests, admit, release
+from jaxsample.staging import unpack_rows
+
+ADMIT, CHANGE, RELEASE = 1, 2, 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What is to happen to n slots.
+
+    Fields:
+      slot: i32[n], distinct.
+      kind: i32[n], ADMIT, CHANGE (parameters and stop rule) or RELEASE (ended, cancelled or
+        preempted); 0 is padding.
+      num_prompt, num_emitted: i32[n], for ADMIT.
+      tokens: i32[n, S + 1], for ADMIT: prompt, then what the request emitted before, PAD behind.
+      pages: i32[n, P], for ADMIT: its line of the page table, -1 behind. RELEASE takes all pages away.
+      params, stop: n rows, for ADMIT and CHANGE.
+    """
+
+    slot: Any
+    kind: Any
+    num_prompt: Any
+    num_emitted: Any
+    tokens: Any
+    pages: Any
+    params: SamplingParams
+    stop: StopRule
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """All that an engine keeps on the device; every program takes it donated and returns it.
+
+    Fields:
+      requests: Requests of B slots.
+      cache: PagedKVCache whose page table has B lines.
+      drafts: the proposer's state: a pytree of arrays with B rows, in which a PagedKVCache stands for its
+        pages alone and is read through the page table of `cache`. () without a proposer.
+    """
+
+    requests: Requests
+    cache: PagedKVCache
+    drafts: Any
+
+
+def blank_updates(limits: Limits, pages_per_row: int, num_rows: int) -> Update:
+    """n rows of padding, as NumPy arrays."""
+    zeros = lambda: np.zeros(num_rows, np.int32)
+    params, stop = neutral_params(limits, num_rows)
+    return Update(
+        slot=np.full(num_rows, 2**31 - 1, np.int32),
+        kind=zeros(),
+        num_prompt=zeros(),
+        num_emitted=zeros(),
+        tokens=np.full((num_rows, limits.max_length + 1), PAD, np.int32),
+        pages=np.full((num_rows, pages_per_row), -1, np.int32),
+        params=params,
+        stop=stop,
+    )
+
+
+def update(state: EngineState, record, *, limits: Limits) -> EngineState:
+    """Admit, change and release any number of requests in one write.
+
+    Args:
+      state: EngineState.
+      record: i32[n, R], an Update as `staging.pack_rows` packs it.
+      limits: capacities.
+    """
+    requests, cache = state.requests, state.cache
+    num_slots = requests.status.shape[0]
+    new: Update = unpack_rows(record, blank_updates(limits, cache.page_table.shape[1], 1))
+
+    def at(*kinds: int):
+        return jnp.where(jnp.isin(new.kind, jnp.asarray(kinds, jnp.int32)), new.slot, num_slots)
+
+    admitted, changed = at(ADMIT), at(CHANGE)
+    requests = admit(
+        requests, admitted, new.params, new.stop, new.tokens, new.num_prompt, new.num_emitted, limits=limits
+    )
+    pages = jnp.where((new.kind == ADMIT)[:, None], new.pages, -1)
+    table = cache.page_table.at[at(ADMIT, RELEASE)].set(pages, mode="drop")
+    requests = dataclasses.replace(
+        release(requests, at(RELEASE)),
+        params=set_rows(requests.params, changed, new.params),
+        stop=set_rows(requests.stop, changed, new.stop),
+    )
+    return EngineState(requests, dataclasses.replace(cache, page_table=table), state.drafts)
+
+
+def copy_pages(state: EngineState, pairs) -> EngineState:
+    """Copy whole pages, of the model's cache and of every cache of the proposer.
+
+    Args:
+      state: EngineState.
+      pairs: i32[n, 2], page to read and page to write, the latter distinct; num_pages is padding.
+    """
+
+    def copied(cache: PagedKVCache) -> PagedKVCache:
+        move = lambda array: array.at[:, pairs[:, 1]].set(
+            jnp.take(array, pairs[:, 0], axis=1, mode="clip"), mode="drop", unique_indices=False
+        )
+        return dataclasses.replace(
+            cache,
+            keys=move(cache.keys),
+            values=move(cache.values),
+            key_scales=None if cache.key_scales is None else move(cache.key_scales),
+            value_scales=None if cache.value_scales is None else move(cache.value_scales),
+        )
+
+    drafts = _map_state(state.drafts, copied, lambda leaf: leaf)
+    return EngineState(state.requests, copied(state.cache), drafts)
+
+
+def prefill(
+    forward: Callable[..., Any],
+    draft_forward: Callable[..., Any] | None,
+    has_proposer: bool,
+    num_pages: int,
+    weights,
+    state: EngineState,
+    record,
+) -> EngineState:
+    """Commit a chunk of known tokens for n slots, in the model's cache and in the draft model's.
+
+    Args:
+      forward: the model's function. draft_forward: the draft model's, its cache being `state.drafts`; None
+        where there is none.
+      has_proposer: whether weights are a pair.
+      num_pages: pages of each row to attend to, enough for what is committed afterwards.
+      weights: the model's, or the pair (model's, proposer's) with a proposer.
+      state: EngineState.
+      record: i32[n, 3 + N]: slot, tokens committed so far, tokens to commit now, N tokens.
+    """
+    slots, lengths, counts, tokens = record[:, 0], record[:, 1], record[:, 2], record[:, 3:]
+    table = _lines(state.cache.page_table, slots, num_pages)
+    main = weights[0] if has_proposer else weights
+    cache = dataclasses.replace(state.cache, page_table=table)
+    cache = commit_tokens(forward, main, cache, tokens, lengths, counts)
+    drafts = state.drafts
+    if draft_forward is not None:
+        view = dataclasses.replace(drafts, page_table=table)
+        view = commit_tokens(draft_forward, weights[1], view, tokens, lengths, counts)
+        drafts = dataclasses.replace(view, page_table=drafts.page_table)
+    return EngineState(state.requests, dataclasses.replace(cache, page_table=state.cache.page_table), drafts)
+
+
+def look_ahead(parts: StepParts, has_proposer: bool, num_pages: int, weights, state: EngineState, plan):
+    """The part of a step that needs no mask: (drafted, ahead) for the slots of a plan.
+
+    Args:
+      parts: from `decode.step_parts`.
+      has_proposer: whether the state holds drafts.
+      num_pages: pages of each row to attend to.
+      weights: as the parts want them.
+      state: EngineState; not changed.
+      plan: i32[b, 3]: slot, place in its line of the page table, page to put there; place -1 puts none.
+    """
+    requests, cache = _view(has_proposer, num_pages, state, plan)
+    drafted = parts.propose(weights, requests, cache)
+    return drafted, parts.forward(weights, requests, cache, drafted)
+
+
+def complete(
+    parts: StepParts,
+    has_proposer: bool,
+    num_pages: int,
+    weights,
+    state: EngineState,
+    plan,
+    drafted,
+    ahead,
+    allowed=None,
+    transform_args=(),
+):
+    """The rest of the step: (EngineState, record i32[b, R]); a row of padding emits nothing.
+
+    Args: as `look_ahead`, with its results, the grammar masks u32[b, W] or u32[b, N, W], and b rows of
+      arguments for the transforms.
+    """
+    slots = plan[:, 0]
+    requests, view = _view(has_proposer, num_pages, state, plan)
+    requests, view, record = parts.tail(weights, requests, view, drafted, ahead, allowed, transform_args)
+    view, drafts = view if has_proposer else (view, ())
+    # Parameters and stop rules do not change in a step: they are not written back.
+    old = state.requests
+    without = lambda x: dataclasses.replace(x, params=None, stop=None)
+    moved = set_rows(without(old), slots, without(requests))
+    return EngineState(
+        requests=dataclasses.replace(moved, params=old.params, stop=old.stop),
+        cache=dataclasses.replace(view, page_table=_with_pages(state.cache.page_table, plan)),
+        drafts=_put_drafts(state.drafts, drafts, slots),
+    ), record
+
+
+def step(
+    parts: StepParts, has_proposer: bool, num_pages: int, weights, state: EngineState, plan, transform_args=()
+):
+    """A whole step without grammar masks: `look_ahead`, then `complete`."""
+    drafted, ahead = look_ahead(parts, has_proposer, num_pages, weights, state, plan)
+    arguments = (plan, drafted, ahead, None, transform_args)
+    return complete(parts, has_proposer, num_pages, weights, state, *arguments)
+
+
+def _view(has_proposer: bool, num_pages: int, state: EngineState, plan):
+    """Requests and cache (or the pair with the proposer's state) of the plan's slots, b rows."""
+    slots = plan[:, 0]
+    requests = _rows(state.requests, slots)
+    inside = (slots >= 0) & (slots < state.requests.status.shape[0])
+    requests = dataclasses.replace(requests, status=jnp.where(inside, requests.status, IDLE))
+    table = _lines(_with_pages(state.cache.page_table, plan), slots, num_pages)
+    view = lambda cache: dataclasses.replace(cache, page_table=table)
+    if not has_proposer:
+        return requests, view(state.cache)
+    return requests, (view(state.cache), _map_state(state.drafts, view, lambda leaf: _rows(leaf, slots)))
+
+
+def _with_pages(table, plan):
+    slots, place, page = plan.T
+    slots = jnp.where(place < 0, table.shape[0], slots)
+    return table.at[slots, place].set(page, mode="drop")
+
+
+def _lines(table, slots, num_pages: int):
+    """The first pages of each slot's line of the table; padding has none."""
+    inside = (slots >= 0) & (slots < table.shape[0])
+    return jnp.where(inside[:, None], _rows(table, slots)[:, :num_pages], -1)
+
+
+def _rows(tree, slots):
+    return jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=0, mode="clip"), tree)
+
+
+def _put_drafts(old, new, slots):
+    """The proposer's state with the rows of the slots, and the caches, of a step's result."""
+    is_cache = lambda x: isinstance(x, PagedKVCache)
+
+    def put(before, after):
+        if is_cache(before):
+            return dataclasses.replace(after, page_table=before.page_table)
+        return set_rows(before, slots, after)
+
+    return jax.tree.map(put, old, new, is_leaf=is_cache)
+
+
+def _map_state(drafts, on_cache, on_rows):
+    is_cache = lambda x: isinstance(x, PagedKVCache)
+    return jax.tree.map(lambda x: on_cache(x) if is_cache(x) else on_rows(x), drafts, is_leaf=is_cache)
