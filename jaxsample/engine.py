@@ -5,7 +5,7 @@
     for sample, tokens in stream: ...
 
 A step is launched before the one before it is read, so the device never waits for the host. Knows nothing of
-text or networks. `step` and `run` belong to one thread; `submit`, `cancel` and `change` may come from any.
+text or networks. Any thread may call any method; two that step take turns.
 """
 
 import collections
@@ -138,22 +138,26 @@ class Engine:
         )
         self._in_flight: tuple[Plan, Any] | None = None
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._lock = threading.Lock()
-        self._num_submitted = 0
-        self._num_new = 0  # submitted, not queued by the scheduler yet
+        self._submitting, self._stepping = threading.Lock(), threading.Lock()
+        self._num_submitted = 0  # written by who submits
+        self._num_queued = 0  # of these, those that the scheduler has been given; written by who steps
 
     # --- callers --------------------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """How many more requests `submit` takes now."""
-        return max(self._max_waiting - self._num_new - self._scheduler.num_waiting, 0)
+        return max(self._max_waiting - self._num_waiting, 0)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._num_submitted - self._num_queued + self._scheduler.num_waiting
 
     @property
     def stats(self) -> EngineStats:
         seats, totals = self._scheduler.seats, self._scheduler.totals
         return EngineStats(
-            num_waiting=self._scheduler.num_waiting + self._num_new,
+            num_waiting=self._num_waiting,
             num_seated=seats.num_slots - seats.num_free,
             num_slots=seats.num_slots,
             num_free_pages=seats.pool.num_free,
@@ -181,19 +185,13 @@ class Engine:
             for index, matcher in enumerate(matchers)
         ]
         stream = Stream(accepted.request, tuple(samples), self.step)
-        with self._lock:
+        with self._submitting:
             if self.room == 0:
                 raise QueueFull(f"{self._max_waiting} requests wait already (max_waiting)")
             prompt = accepted.prompt
             ticket = Ticket(samples, accepted.words, accepted.level, prompt, len(prompt), self._num_submitted)
             self._num_submitted += 1
-            self._num_new += 1
-
-            def queue():
-                self._num_new -= 1
-                self._scheduler.add(ticket)
-
-            self._inbox.append(queue)
+            self._inbox.append(functools.partial(self._queue, ticket))
         return stream
 
     def cancel(self, target: Stream | Sample) -> None:
@@ -221,21 +219,20 @@ class Engine:
             raise ValueError(f"logprobs is {params['logprobs']}, allowed is {asked}: it cannot change")
         stream.request = accepted.request
         for sample, words in zip(stream.samples, accepted.words, strict=True):
-            self._inbox.append(functools.partial(self._scheduler.change, sample, words, accepted.level))
+            self._inbox.append(functools.partial(self._change, sample, words, accepted.level, accepted.ends))
 
     def step(self) -> bool:
         """Launch the next step and take in the last one; whether there is more to do."""
-        while self._inbox:
-            self._inbox.popleft()()
-        plan = self._scheduler.plan()
-        launched = self._launch(plan)
-        self._take_in()
-        if launched is not None and plan.masked:
-            launched = self._complete(plan, *launched)
-        if launched is not None:
-            launched.copy_to_host_async()
-            self._in_flight = (plan, launched)
-        return bool(self._inbox) or self._in_flight is not None or self._scheduler.has_work
+        with self._stepping:
+            while self._inbox:
+                self._inbox.popleft()()
+            plan = self._scheduler.plan()
+            launched = self._launch(plan)
+            self._take_in()
+            if launched is not None:
+                record = self._complete(plan, *launched) if plan.masked else launched
+                self._in_flight = (plan, record)
+            return bool(self._inbox) or self._in_flight is not None or self._scheduler.has_work
 
     def run(self) -> None:
         """Step until all is done."""
@@ -243,6 +240,14 @@ class Engine:
             pass
 
     # --- a step ---------------------------------------------------------------------------------------------
+
+    def _queue(self, ticket: Ticket) -> None:
+        self._scheduler.add(ticket)
+        self._num_queued += 1
+
+    def _change(self, sample: Sample, words: np.ndarray, level: int, ends: frozenset[int]) -> None:
+        sample.ends = ends
+        self._scheduler.change(sample, words, level)
 
     def _launch(self, plan: Plan):
         """Start the plan's programs: the step's record, with grammars what the tail needs, or None."""
@@ -260,12 +265,14 @@ class Engine:
         if plan.masked:
             return programs["look ahead", *shape](weights, self._state, plan.record)
         self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
+        record.copy_to_host_async()
         return record
 
     def _complete(self, plan: Plan, drafted, ahead):
         program = self._programs["complete", len(plan.record), plan.length]
         masks = self._masks(plan, drafted)
         self._state, record = program(self._weights, self._state, plan.record, drafted, ahead, masks)
+        record.copy_to_host_async()
         return record
 
     def _take_in(self) -> None:
