@@ -17,9 +17,9 @@ def attend(
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v over what the mask shows, grouped-query heads, softmax in float32.
 
-    The scores of both parts are joined along the slot axis, so the cache is never concatenated with
-    the staged rows. A query that sees nothing gets zeros. What a query cannot see does not reach it,
-    NaN included: hidden committed values are replaced by zeros before the product (0 * NaN is NaN).
+    The two parts share a maximum and a sum and are never joined to one array. A query that sees nothing gets
+    zeros. What a query cannot see does not reach it, NaN included: hidden committed values are replaced by
+    zeros before the product (0 * NaN is NaN).
     Staged visibility differs by query, so there a non-finite value is zeroed and its score made NaN,
     which only the queries that see it take in.
 
@@ -57,14 +57,16 @@ def attend(
     poison = jnp.where(finite.all(axis=-1), 0.0, jnp.nan).astype(jnp.float32)  # [B, N, G]
     staged_scores = score(staged_keys) + poison.transpose(0, 2, 1)[:, :, None, None, :]
 
-    scores = jnp.concatenate([score(keys), staged_scores], axis=-1) * (D**-0.5)  # [B, G, H/G, N, S+N]
-    scores = jnp.where(mask[:, None, None, :, :], scores, -jnp.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
-    total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1.0, total)
+    def shown(scores: jax.Array, seen: jax.Array) -> jax.Array:
+        return jnp.where(seen[:, None, None, :, :], scores * D**-0.5, -jnp.inf)  # [B, G, H/G, N, S or N]
 
-    mixed = mix(weights[..., :S], values) + mix(weights[..., S:], staged_values)
+    committed, staged = shown(score(keys), mask[:, :, :S]), shown(staged_scores, mask[:, :, S:])
+    top = jnp.maximum(committed.max(axis=-1, keepdims=True), staged.max(axis=-1, keepdims=True))
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    committed, staged = jnp.exp(committed - top), jnp.exp(staged - top)
+    total = committed.sum(axis=-1) + staged.sum(axis=-1)
+    mixed = mix(committed, values) + mix(staged, staged_values)
+    mixed = mixed / jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
     return mixed.astype(query.dtype).reshape(B, N, H * D)
 
 

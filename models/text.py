@@ -110,6 +110,8 @@ class Detokenizer:
         if piece:
             self._window = self._window[self._num_done :]
             self._num_done = len(self._window)
+        elif self._num_done:  # a token without text, as a special one
+            del self._window[self._num_done :]
         return piece
 
     def flush(self) -> str:
