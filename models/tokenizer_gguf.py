@@ -11,11 +11,22 @@ from tokenizers.models import BPE
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole in the text
 
-# Contractions, letters with at most one sign before them, single digits, signs, line ends, spaces.
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+# Contractions, letters with at most one sign before them, digits, signs, line ends, spaces.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def _split_then_bytes(digits: str) -> pre_tokenizers.PreTokenizer:
+    split = tokenizers.Regex(_SPLIT.replace("DIGITS", digits))
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(split, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
 
 # How the text is split before byte-pair merging, by `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS = {
@@ -26,13 +37,11 @@ _PRE_TOKENIZERS = {
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     ),
-    "qwen2": lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(_QWEN2), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    ),
+    "qwen2": lambda: _split_then_bytes(r"\p{N}"),
+    "llama-bpe": lambda: _split_then_bytes(r"\p{N}{1,3}"),
 }
+# A word that is one token is not merged from parts, and a text begins with BOS unless the file says no.
+_LLAMA_3 = ("llama-bpe",)
 # Pre-tokenizers whose models put the text into Unicode's composed form first.
 _COMPOSED = ("qwen2",)
 
@@ -55,7 +64,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(f"GGUF metadata: tokenizer.ggml.pre {split!r} is not supported ({known} are)")
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    tokenizer = tokenizers.Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=split in _LLAMA_3))
     if split in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
@@ -68,7 +78,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    if metadata.get("tokenizer.ggml.add_bos_token", False):
+    if metadata.get("tokenizer.ggml.add_bos_token", split in _LLAMA_3):
         begin = metadata["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[begin]} $A", special_tokens=[(tokens[begin], begin)]

@@ -123,6 +123,19 @@ def test_gguf_metadata_may_ask_for_a_first_token():
     assert text.encode("a", add_special_tokens=False) == [ord("a")]
 
 
+def test_llama_3_splits_digits_by_three_takes_whole_words_and_begins_with_bos():
+    words = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.merges": ["1 2"]}
+    text = text_from_gguf(gguf_metadata(**words))
+    byte = lambda text: [ord(letter) for letter in text]
+    assert text.encode("ab") == [END, 258], "a token of its own, though nothing merges to it"
+    assert text.encode("abc", add_special_tokens=False) == byte("abc")
+    assert text.encode("12312", add_special_tokens=False) == [257, ord("3"), 257], "123, 12"
+    assert text.encode("3312", add_special_tokens=False) == byte("3312"), "331, 2"
+    assert text_from_gguf(gguf_metadata(**words, **{"tokenizer.ggml.add_bos_token": False})).encode(
+        "a"
+    ) == byte("a")
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("tokenizer.ggml.model", "llama"), ("tokenizer.ggml.pre", "unheard-of")]
 )
