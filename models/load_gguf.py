@@ -3,6 +3,7 @@
 Configuration, tokenizer and chat template come from the file's metadata.
 """
 
+import mmap
 import pathlib
 from typing import Any
 
@@ -41,7 +42,10 @@ def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, T
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
         if metadata["general.architecture"] == "llama" and heads:
             values = pair_halves(values, heads)
-        return values.astype(dtype)
+        values = values.astype(dtype)
+        # The file is mapped: what was read of it would stay in memory beside the weights.
+        reader.data._mmap.madvise(mmap.MADV_DONTNEED)
+        return values
 
     ignored = ["rope_freqs.weight"]
     weights = assemble(config, GGUF, shapes, read, source=str(path), ignored=ignored)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from models.decoder import DecoderConfig, weight_shapes
 from models.load import load
 from models.random_weights import random_weights
 from models.safetensors_file import SafetensorsFile
-from models.weights import HUGGING_FACE, tensor_name
+from models.weights import GGUF, HUGGING_FACE, tensor_name
 from tests.test_loaders import same_weights
 from tests.test_models import DATA, SMALL
 from tests.test_text import byte_text
@@ -151,27 +152,29 @@ print(1024 * (peak - start), sum(leaf.nbytes for leaf in jax.tree.leaves(model.w
 """
 
 
+LARGE = DecoderConfig(
+    vocab_size=4000,
+    width=1024,
+    num_layers=10,
+    num_heads=16,
+    num_kv_heads=4,
+    head_size=64,
+    mlp_width=2304,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tied_embeddings=True,
+    qkv_bias=True,
+)
+
+
 def write_large_checkpoint(folder):
     """Ten shards of 20 MB in bfloat16, as a tied Qwen2 model."""
-    config = DecoderConfig(
-        vocab_size=4000,
-        width=1024,
-        num_layers=10,
-        num_heads=16,
-        num_kv_heads=4,
-        head_size=64,
-        mlp_width=2300,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        tied_embeddings=True,
-        qkv_bias=True,
-    )
     fields = json.loads((DATA / "qwen2_tied" / "config.json").read_text())
     fields |= {"vocab_size": 4000, "hidden_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 16}
-    fields |= {"num_key_value_heads": 4, "intermediate_size": 2300, "layer_types": None}
+    fields |= {"num_key_value_heads": 4, "intermediate_size": 2304, "layer_types": None}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weight_shapes(LARGE))
     shapes = {tensor_name(path, HUGGING_FACE): leaf.shape for path, leaf in leaves}
     places = {}
     for number in range(10):
@@ -183,15 +186,50 @@ def write_large_checkpoint(folder):
     return folder
 
 
-def test_loading_peaks_at_most_a_tenth_above_the_weights(tmp_path):
-    small, _ = shard("qwen2_tied", tmp_path / "small")
-    large = write_large_checkpoint(tmp_path / "large")
+def write_quantised_gguf(path, config):
+    """The same model in one GGUF file, its matrices in eight bits."""
+    writer = gguf.GGUFWriter(str(path), "qwen2")
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_length)
+    writer.add_embedding_length(config.width)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
+    for place, leaf in leaves:
+        kind = gguf.GGMLQuantizationType.Q8_0 if leaf.ndim > 1 else gguf.GGMLQuantizationType.F32
+        values = gguf.quantize(np.ones(leaf.shape, np.float32), kind)
+        writer.add_tensor(tensor_name(place, GGUF), values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def peak_of_loading(small, large):
+    """(most bytes in memory while `large` is loaded, bytes of its weights), in a process of its own."""
     root = DATA.parent.parent.parent
     command = [sys.executable, "-c", MEASURE, str(small), str(large), str(root)]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True
     )
-    peak, weights = (int(number) for number in done.stdout.split())
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_loading_shards_peaks_at_most_a_tenth_above_the_weights(tmp_path):
+    small, _ = shard("qwen2_tied", tmp_path / "small")
+    peak, weights = peak_of_loading(small, write_large_checkpoint(tmp_path / "large"))
+    assert weights > 190e6
+    assert peak <= 1.1 * weights
+
+
+@pytest.mark.slow
+def test_expanding_a_quantised_file_peaks_at_most_a_tenth_above_the_weights(tmp_path):
+    few = dataclasses.replace(LARGE, vocab_size=64, width=64, num_layers=1, head_size=4, mlp_width=64)
+    small = write_quantised_gguf(tmp_path / "small.gguf", few)
+    peak, weights = peak_of_loading(small, write_quantised_gguf(tmp_path / "large.gguf", LARGE))
     assert weights > 190e6
     assert peak <= 1.1 * weights
 
