@@ -1,4 +1,4 @@
-"""The figures of one run of generation, and the lines that show them.
+"""The figures of generation and of serving, and the lines that show them.
 
 Knows nothing of how text was made.
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxsample.engine import EngineStats
 from models.generation import Timing
 
 
@@ -61,3 +62,12 @@ def draft_statistics(timing: Timing) -> dict[str, Any]:
         ],
         "writes_avoided": timing.num_windows + timing.num_drafted - timing.num_tokens,
     }
+
+
+def progress_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    """What an engine does, and what it did in the seconds between two counts."""
+    rate = (now.num_tokens - before.num_tokens) / seconds
+    line = f"{now.num_seated} of {now.num_slots} slots, {now.num_waiting} waiting, {rate:.1f} tokens/s"
+    if now.num_drafted:
+        line += f", {now.num_accepted / now.num_drafted:.0%} of drafts accepted"
+    return line

@@ -30,7 +30,8 @@ from models.speculation import Speculation
 
 _SMALLEST_CACHE = 128  # slots
 _OPEN_ENDED = 1024  # tokens that a request without max_tokens gets slots for
-_LISTS = {"num_bad_words": 32, "bad_word_length": 16}  # capacities above the defaults: words have spellings
+# Capacities above the defaults of Limits: words have several spellings.
+LIST_CAPACITIES = {"num_bad_words": 32, "bad_word_length": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +144,14 @@ def generate(
     timing = Timing(compile=programs.compile_seconds)
     replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop in rows]
     for batch in batches:
-        jobs = [_Job(index, requests[index], *rows[index], replies[index]) for index in batch]
-        _run_batch(programs, weights, jobs, on_tokens, timing)
+        jobs = [Job(index, requests[index], *rows[index], replies[index]) for index in batch]
+        run_batch(programs, weights, jobs, on_tokens, timing)
     return replies, timing
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """A request in a batch."""
+class Job:
+    """A request in a batch, its place among the requests, its rows, and where its reply is put together."""
 
     index: int
     request: Request
@@ -159,9 +160,10 @@ class _Job:
     reply: Reply
 
 
-def _run_batch(
-    programs: Programs, weights: Weights, jobs: Sequence[_Job], on_tokens: OnTokens, timing: Timing
+def run_batch(
+    programs: Programs, weights: Weights, jobs: Sequence[Job], on_tokens: OnTokens, timing: Timing
 ) -> None:
+    """Runs a batch of at most `programs.num_rows` samples to its longest end; replies and timing grow."""
     limits, num_rows = programs.limits, programs.num_rows
     owners = [(job, child) for job in jobs for child in range(len(job.reply.samples))]  # by row
     prompts = np.full((num_rows, programs.prompt_width), PAD, np.int32)
@@ -243,7 +245,7 @@ def _keep_scores(scored, successors, counts, owners) -> None:
         for column in range(counts[row]):
             at = (row, column)
             job.reply.prompt_logprobs.append(
-                _entry(
+                token_logprobs(
                     successors[at],
                     scored.token[at],
                     scored.rank[at],
@@ -268,7 +270,7 @@ def _deliver(programs: Programs, record, owners, on_tokens: OnTokens, timing: Ti
         num_top = int(job.params.num_logprobs[child])
         if num_top >= 0:
             sample.logprobs += [
-                _entry(
+                token_logprobs(
                     token,
                     output.logprobs[row, column],
                     output.ranks[row, column],
@@ -293,7 +295,8 @@ def _count_drafts(timing: Timing, drafted: int, accepted: int) -> None:
         timing.accepted_at[place] += place < accepted
 
 
-def _entry(token, logprob, rank, top_ids, top, num_top: int) -> TokenLogprobs:
+def token_logprobs(token, logprob, rank, top_ids, top, num_top: int) -> TokenLogprobs:
+    """One token's numbers, of a step's record or of `score`, with at most num_top likeliest tokens."""
     pairs = [(int(i), float(p)) for i, p in zip(top_ids[:num_top], top[:num_top]) if i != PAD]
     return TokenLogprobs(int(token), float(logprob), int(rank), pairs)
 
@@ -311,7 +314,7 @@ def _limits(config: DecoderConfig, requests: Sequence[Request], num_slots: int |
     )
     defaults = Limits(vocab_size=config.vocab_size)
     num_logprobs = min(max(num_top, 0), defaults.num_logprobs)
-    return dataclasses.replace(defaults, max_length=num_slots, num_logprobs=num_logprobs, **_LISTS)
+    return dataclasses.replace(defaults, max_length=num_slots, num_logprobs=num_logprobs, **LIST_CAPACITIES)
 
 
 def _wanted(params: dict[str, Any], name: str) -> int:

@@ -1,0 +1,138 @@
+"""What the scripts' command lines share: flags that name a model, drafts and sampling, and what they mean.
+
+Knows nothing of what a script does with the model.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from models.fetch import cache_folder, fetch_smollm2
+from models.json_fields import PARAMS
+from models.load import LoadedModel, load
+from models.presets import PRESETS, preset
+from models.random_weights import random_weights
+from models.speculation import VERIFIERS, Speculation
+from models.text import TokenIds
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like all others."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see --help)")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags that `load_model` and `dtype_of` read, and --raw; their group, for more."""
+    flags = parser.add_argument_group("model")
+    flags.add_argument("--model", type=pathlib.Path, metavar="PATH", help="model folder or GGUF file")
+    flags.add_argument(
+        "--random-weights", metavar="NAME", help=f"shapes of {', '.join(PRESETS)}; implies --token-ids"
+    )
+    flags.add_argument("--token-ids", action="store_true", help="prompts and replies are token ids")
+    flags.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
+    flags.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16"
+    )
+    return flags
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `read_speculation` reads."""
+    flags = parser.add_argument_group("speculation")
+    flags.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
+    flags.add_argument("--verify", choices=VERIFIERS, default="match", help="default %(default)s")
+    flags.add_argument("--num-draft", type=int, default=4, metavar="K", help="default %(default)s")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `sampling_defaults` reads, named like make_params' arguments."""
+
+    def bias(item: str) -> tuple[int, float]:
+        token, _, value = item.partition(":")
+        return int(token), float(value)
+
+    flags = parser.add_argument_group("sampling")
+    flags.add_argument("--temperature", type=float, default=0.2, help="0 is greedy, default %(default)s")
+    flags.add_argument("--max-tokens", type=int, default=128, help="default %(default)s")
+    for name in ("top-k", "seed", "n", "min-tokens"):
+        flags.add_argument(f"--{name}", type=int)
+    for name in ("top-p", "min-p", "repetition-penalty", "frequency-penalty", "presence-penalty"):
+        flags.add_argument(f"--{name}", type=float)
+    for name in ("logprobs", "prompt-logprobs"):
+        flags.add_argument(f"--{name}", type=int, metavar="N", help="the token's own and the N best")
+    flags.add_argument("--logprobs-mode", choices=("raw", "processed"), default="raw")
+    flags.add_argument("--filter-order", choices=("vllm", "hf", "joint"), default="vllm")
+    for name in ("allowed-token-ids", "banned-token-ids", "stop-token-ids"):
+        flags.add_argument(f"--{name}", type=int, nargs="+", action="extend", metavar="ID")
+    flags.add_argument("--logit-bias", type=bias, nargs="+", action="extend", metavar="ID:VALUE")
+    flags.add_argument(
+        "--token-temperature-scale", type=bias, nargs="+", action="extend", metavar="ID:FACTOR"
+    )
+    flags.add_argument("--bad-words", nargs="+", action="extend", metavar="TEXT")
+    flags.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def sampling_defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """What the sampling flags say, as fields of a request; a request's own override them."""
+    fields = {name: getattr(options, name, None) for name in (*PARAMS, "bad_words")}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in {"logit_bias", "token_temperature_scale"} & set(fields):
+        fields[name] = dict(fields[name])
+    return fields
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    """The dtype of the weights."""
+    return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def load_model(options: argparse.Namespace) -> LoadedModel:
+    """The model of the command line; its text side is a tokenizer, or token ids where those are asked for.
+
+    Raises:
+      ValueError: two models, an unknown name, what `load` refuses, or no tokenizer where one is needed.
+    """
+    dtype = jax.numpy.dtype(dtype_of(options))
+    if options.random_weights is not None:
+        if options.model is not None:
+            raise ValueError("--model and --random-weights name two models, give one of them")
+        config = preset(options.random_weights)
+        weights = jax.block_until_ready(random_weights(config, 0, dtype))
+        return LoadedModel(config, weights, TokenIds(config.vocab_size))
+    path = options.model or fetch_smollm2()
+    model = load(path, dtype)
+    if options.token_ids:
+        return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
+    if model.text is None:
+        raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
+    return model
+
+
+def read_speculation(options: argparse.Namespace) -> Speculation | None:
+    """What --speculate, --verify and --num-draft say; None for plain decoding.
+
+    Raises:
+      ValueError: an unknown way to draft, or what `load` refuses of a draft model.
+    """
+    if options.speculate is None:
+        return None
+    kind, _, path = options.speculate.partition(":")
+    if kind == "ngram" and not path:
+        return Speculation(options.num_draft, options.verify)
+    if kind == "draft" and path:
+        model = load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options)))
+        return Speculation(options.num_draft, options.verify, (model.config, model.weights))
+    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
+
+
+def keep_compiled_programs() -> None:
+    """Lets JAX keep compiled programs in the user's cache folder, so that a second run starts at once."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,0 +1,135 @@
+"""An engine of jaxsample for a decoder, sized for the model and the device where nothing else is said.
+
+Knows nothing of text or of requests.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsample import Features, Limits, PagedKVCache, init_paged_cache
+from jaxsample.buckets import Buckets, make_buckets
+from jaxsample.engine import Engine
+from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.generation import LIST_CAPACITIES
+from models.speculation import Speculation, prepare
+
+_PAGE_SIZE = 16
+_LONG = 512  # slots of a row from which a second, shorter length is worth its programs on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Capacities of an engine; None: by the model and the device.
+
+    Fields:
+      slots: samples that run at once; 8 on a CPU, else 64.
+      max_length: cache slots a sample has; what the model was made for, at most 512 on a CPU, else 4096.
+      page_size: slots of a page; 16, or the multiple of it that holds what a step with drafts emits.
+      pages: pages of all samples together; enough for every slot to be full.
+      max_waiting: requests in the queue; 8 a slot.
+    """
+
+    slots: int | None = None
+    max_length: int | None = None
+    page_size: int | None = None
+    pages: int | None = None
+    max_waiting: int | None = None
+
+
+def build_engine(
+    config: DecoderConfig,
+    weights: Weights,
+    sizes: Sizes,
+    *,
+    speculation: Speculation | None = None,
+    filter_order: str = "vllm",
+    logprobs_mode: str = "raw",
+) -> Engine:
+    """Compiles all programs of an engine for a decoder.
+
+    Args:
+      config, weights: the model.
+      sizes: capacities.
+      speculation: how to draft and verify; None decodes plainly.
+      filter_order, logprobs_mode: as in jaxsample.Features.
+
+    Raises:
+      ValueError: sizes that do not fit the model or each other, or what `speculation.prepare` refuses.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    num_drafts = 0 if speculation is None else speculation.num_drafts
+    slots, max_length, page_size, pages, max_waiting = _settled(sizes, config, num_drafts, on_cpu)
+    limits = Limits(config.vocab_size, max_length=max_length, **LIST_CAPACITIES)
+    limits = dataclasses.replace(limits, num_logprobs=min(limits.num_logprobs, limits.vocab_size))
+    levels = _levels(limits.num_logprobs, on_cpu, filter_order=filter_order, logprobs_mode=logprobs_mode)
+    buckets = make_buckets(limits, slots, page_size, levels)
+    if on_cpu:
+        buckets = _fewer(buckets, limits)
+    given: dict[str, Any] = {}
+    if speculation is not None:
+        drafting = prepare(speculation, config.vocab_size, limits, levels[-1])
+        given = {"proposer": drafting.proposer, "verify": drafting.verify, "draft_weights": drafting.weights}
+        given["draft_forward"] = drafting.forward
+        if speculation.draft is not None:
+            draft, table = speculation.draft, (slots, buckets.lengths[-1] // page_size)
+            given["new_drafts"] = lambda _: _new_cache(
+                *draft, pages, page_size, jnp.full(table, -1, jnp.int32)
+            )
+    forward, unembed = decoder_functions(config)
+    return Engine(
+        forward,
+        unembed,
+        weights,
+        lambda *layout: _new_cache(config, weights, *layout),
+        limits=limits,
+        buckets=buckets,
+        num_pages=pages,
+        page_size=page_size,
+        max_waiting=max_waiting,
+        **given,
+    )
+
+
+def _settled(sizes: Sizes, config: DecoderConfig, num_drafts: int, on_cpu: bool) -> tuple[int, ...]:
+    """The sizes in the order of their fields, with a number everywhere."""
+    for name, given in dataclasses.asdict(sizes).items():
+        if given is not None and given < 1:
+            raise ValueError(f"{name} is {given}, allowed are integers from 1")
+    slots = sizes.slots or (8 if on_cpu else 64)
+    max_length = sizes.max_length or min(config.max_length, _LONG if on_cpu else 4096)
+    if max_length > config.max_length:
+        raise ValueError(f"max_length is {max_length}, allowed is 1 ... {config.max_length}")
+    page_size = sizes.page_size or -(-(num_drafts + 1) // _PAGE_SIZE) * _PAGE_SIZE
+    pages = sizes.pages or slots * -(-max_length // page_size)
+    return slots, max_length, page_size, pages, sizes.max_waiting or 8 * slots
+
+
+def _new_cache(
+    config: DecoderConfig, weights: Weights, num_pages: int, page_size: int, table
+) -> PagedKVCache:
+    dtype = jax.tree.leaves(weights)[0].dtype
+    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_size)
+    return init_paged_cache(*shape, dtype, table)
+
+
+def _levels(num_logprobs: int, on_cpu: bool, **modes: Any) -> tuple[Features, ...]:
+    """Stages, rising: few for a CPU, which compiles each program for seconds."""
+    least = Features(tier="filtered", full_rows=False, **modes)
+    between = () if on_cpu else (Features(tier="filtered", **modes),)
+    return least, *between, Features(num_logprobs=num_logprobs, **modes)
+
+
+def _fewer(buckets: Buckets, limits: Limits) -> Buckets:
+    """Buckets of few programs: one row or all, one length unless it is long, two widths of prefill."""
+    slots = buckets.rows[-1]
+    widths = sorted({min(16, limits.max_length), min(128, limits.max_length)})
+    return dataclasses.replace(
+        buckets,
+        rows=tuple(sorted({1, slots})),
+        lengths=buckets.lengths if buckets.lengths[-1] > _LONG else buckets.lengths[-1:],
+        prefill=tuple((max(min(slots, 32 // width), 1), width) for width in widths),
+        updates=(slots,),
+    )
