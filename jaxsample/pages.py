@@ -45,9 +45,10 @@ class PagePool:
         Raises:
           ValueError: a page that nobody holds; nothing is given back.
         """
-        if (self.holders[pages] < 1).any():
-            raise ValueError(f"pages hold {pages[self.holders[pages] < 1]}, which are free already")
-        self.holders[pages] -= 1
-        free = pages[self.holders[pages] == 0]
+        left = self.holders[pages] - 1
+        if left.min(initial=0) < 0:
+            raise ValueError(f"pages hold {pages[left < 0]}, which are free already")
+        self.holders[pages] = left
+        free = pages[left == 0]
         self._free[self._num_free : self._num_free + len(free)] = free
         self._num_free += len(free)

@@ -71,7 +71,10 @@ class Scheduler:
     def __init__(self, limits: Limits, buckets: Buckets, num_pages: int, page_size: int, step_width: int):
         """step_width: M, the most tokens a step emits; at most page_size."""
         self._limits, self._buckets = limits, buckets
-        self._columns = [columns_of(step_width, x.num_logprobs) for x in buckets.features]
+        self._columns = [
+            [_as_slice(columns) for columns in columns_of(step_width, x.num_logprobs)]
+            for x in buckets.features
+        ]
         # A step is launched before the last one is known: two steps' writes must have room.
         self.seats = Seats(
             limits,
@@ -149,18 +152,16 @@ class Scheduler:
         """What the next launch does; as far as the scheduler is concerned it is done."""
         seats, buckets = self.seats, self._buckets
         grown = self._make_room()
-        places, pages = seats.grow(grown)
+        added = seats.grow(grown) if len(grown) else None
         self._admit()
         prefill, prefill_length = self._prefill()
         copies = self._begin()
         rows = seats.rows()
-        num_rows = len(rows.slots)
-        record = np.full((buckets.rows[smallest(buckets.rows, num_rows)], 3), -1, np.int32)
-        record[:, 0] = seats.num_slots
-        record[:num_rows, 0] = rows.slots
-        if len(grown):
+        record = np.full((buckets.rows[smallest(buckets.rows, len(rows.slots))], 3), -1, np.int32)
+        record[: len(rows.slots), 0] = rows.slots
+        if added is not None:
             at = np.searchsorted(rows.slots, grown)
-            record[at, 1], record[at, 2] = places, pages
+            record[at, 1], record[at, 2] = added
         return Plan(
             updates=seats.take_changes(buckets.updates),
             prefill=prefill,
@@ -280,3 +281,10 @@ class Scheduler:
         seats, slots = self.seats, plan.slots
         rows = np.flatnonzero(seats.masked[slots] & (seats.generation[slots] == plan.generations))
         return [(int(row), seats.sample_at(slots[row])) for row in rows]
+
+
+def _as_slice(columns: np.ndarray) -> np.ndarray | slice:
+    """Columns as a slice where they lie side by side, which is not copied."""
+    first = int(columns[0])
+    together = (columns == first + np.arange(len(columns))).all()
+    return slice(first, first + len(columns)) if together else columns

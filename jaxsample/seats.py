@@ -105,6 +105,9 @@ class Seats:
         self.pool = PagePool(num_pages)
         self.outputs = Outputs(num_slots, num_logprobs)
         self._limits, self._ahead = limits, ahead
+        # A row of t tokens writes at slots t - 1 and on, as many as are reserved ahead: by pages held.
+        room = np.arange(pages_per_row + 1) * page_size
+        self._limit_with = np.where(room >= limits.max_length, _UNLIMITED, room - ahead + 1)
         self._free = list(range(num_slots))[::-1]
         self._rows: Rows | None = None
         self._changes: dict[
@@ -168,20 +171,14 @@ class Seats:
         return np.flatnonzero(self.total > self.limit)
 
     def grow(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One page more for each of these slots: (place in the line, page), i64[n] and i32[n]."""
+        """One page more for each of these slots, at least one: (place in the line, page), i64[n], i32[n]."""
         places, pages = self.held[slots], self.pool.take(len(slots))
         self.table[slots, places] = pages
-        self.held[slots] += 1
-        self._set_limits(slots)
+        self.held[slots] = places + 1
+        self.limit[slots] = self._limit_with[places + 1]
         if self._rows is not None:
-            self._rows.num_pages = max(self._rows.num_pages, int(places.max(initial=-1)) + 1)
+            self._rows.num_pages = max(self._rows.num_pages, int(places.max()) + 1)
         return places, pages
-
-    def _set_limits(self, slots) -> None:
-        """A row with t tokens writes at slots t - 1 and on, as many as are reserved ahead."""
-        room = self.held[slots] * self.page_size
-        limit = np.where(room >= self._limits.max_length, _UNLIMITED, room - self._ahead + 1)
-        self.limit[slots] = limit
 
     # --- coming and going -----------------------------------------------------------------------------------
 
@@ -210,8 +207,9 @@ class Seats:
         Returns:
           (page to read, page to write) of those pages that must be copied, since each writes on its own.
         """
-        self.running[ticket.slots] = True
-        self._set_limits(ticket.slots)
+        for slot in ticket.slots:
+            self.running[slot] = True
+            self.limit[slot] = self._limit_with[self.held[slot]]
         self._rows = None
         place, begun = divmod(len(ticket.tokens) - 1, self.page_size)
         if not begun:

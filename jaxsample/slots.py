@@ -1,7 +1,7 @@
 """The device side of an engine: programs over chosen slots of a batch whose keys and values lie in pages.
 
 Knows nothing about which slots are chosen or who allocates pages: every program takes what the host decided
-as one small array of integers. A slot at B and above is padding.
+as one small array of integers. A slot below 0 or at B and above is padding.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Knows nothing of scheduling or of the device. Readers may be in other threads th
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,19 +53,20 @@ class Outputs:
         self._words = np.zeros((num_slots, 64, 1 if num_top < 0 else 3 + 2 * num_top), np.int32)
 
     def append(
-        self, slots: np.ndarray, count: np.ndarray, record: np.ndarray, columns: list[np.ndarray]
+        self, slots: np.ndarray, count: np.ndarray, record: np.ndarray, columns: Sequence[Any]
     ) -> None:
         """Add the first count[i] tokens of row i of a step's record to slot slots[i].
 
         Args:
           slots: i32[k], distinct. count: i32[k], 0 ... M.
-          record: i32[k, R]. columns: of `columns_of`, M arrays; without logprobs where the step has none.
+          record: i32[k, R]. columns: of `columns_of`, M arrays or slices; a step may have no logprobs.
         """
         start = self.count[slots]
         self._reserve(int(start.max(initial=0)) + len(columns))
         # What is written past the count is written over later.
         for m, chosen in enumerate(columns):
-            self._words[slots, start + m, : len(chosen)] = record[:, chosen]
+            words = record[:, chosen]
+            self._words[slots, start + m, : words.shape[1]] = words
         self.count[slots] = start + count
 
     def read(self, slot: int, start: int = 0) -> np.ndarray:
