@@ -74,6 +74,7 @@ from jaxsample.requests import (
 )
 from jaxsample.sample import Sampled, sample
 from jaxsample.shaping import Shaped, shape
+from jaxsample.sharding import join_batch, map_rows, own_rows, split_batch
 from jaxsample.target import Target, draw_target, law_of, logprobs_of, make_target
 from jaxsample.truncation import Cut, cut_candidates, cut_rows, kept
 from jaxsample.verify import Verdict, accept_matching, verify_match
@@ -146,6 +147,7 @@ __all__ = [
     "init_cache",
     "init_paged_cache",
     "init_write_metrics",
+    "join_batch",
     "kept",
     "law_of",
     "log_probs",
@@ -156,10 +158,12 @@ __all__ = [
     "make_prefill",
     "make_split_step",
     "make_target",
+    "map_rows",
     "model_proposer",
     "neutral_params",
     "new_draft_length",
     "ngram_proposer",
+    "own_rows",
     "penalize",
     "propose_ngram",
     "quantize",
@@ -171,6 +175,7 @@ __all__ = [
     "score",
     "set_rows",
     "shape",
+    "split_batch",
     "stack_rows",
     "stage",
     "start",

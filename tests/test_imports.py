@@ -31,6 +31,7 @@ MODULE_ORDER = (
     "lossless",
     "lossless_tree",
     "nodes",
+    "sharding",
     "sample",
     "quantize",
     "paged",
