@@ -11,6 +11,7 @@ from jaxsample.candidates import Candidates, log_sum_exp, summarize
 from jaxsample.decode import StepOutput, make_decode_step, make_prefill, make_split_step, unpack
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
+from jaxsample.exchange import sample_by_exchange
 from jaxsample.history import History, append, start
 from jaxsample.kvcache import (
     KVCache,
@@ -172,6 +173,7 @@ __all__ = [
     "residual",
     "round_to_storage",
     "sample",
+    "sample_by_exchange",
     "score",
     "set_rows",
     "shape",

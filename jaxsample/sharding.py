@@ -63,8 +63,7 @@ def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None,
 
     def mapped(split, *by_row):
         num_rows = jax.tree.leaves(split)[0].shape[0]
-        if num_rows % num_batches:
-            raise ValueError(f"{num_rows} rows on {num_batches} devices along {batch_axis!r}: must divide")
+        check_rows(mesh, num_rows, batch_axes)
         own = num_batches * num_shards * -(-num_rows // num_batches // num_shards)
         whole_spec, own_spec = PartitionSpec(batch_axes), PartitionSpec((*batch_axes, *axes))
         split = jax.tree.map(functools.partial(pad_columns, num_shards=num_shards), split)
@@ -122,9 +121,10 @@ def join_batch(tree: Any, axis: Axis, num_rows: int):
 
 def over_mesh(body: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`body` as a shard_map that takes arrays split in any way, on Auto and on Explicit axes."""
+    mesh = _in_context(mesh)
     # Results that all devices compute alike are not proved alike: functions of the caller's run in here.
     mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit]
+    explicit = explicit_axes(mesh)
     if not explicit:
         return mapped
 
@@ -134,10 +134,51 @@ def over_mesh(body: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
         return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, PartitionSpec(*entries)))
 
     def resharded(*arguments):
-        is_spec = lambda value: isinstance(value, PartitionSpec)
-        return mapped(*jax.tree.map(place, in_specs, arguments, is_leaf=is_spec))
+        return mapped(*jax.tree.map(place, in_specs, arguments, is_leaf=_is_spec))
 
     return resharded
+
+
+def keep_layout(step: Callable[..., Any], mesh: Any, batch_axis: Axis = ()):
+    """A step whose rows are split along batch_axis alone, before and after it: donation can reuse them.
+
+    Explicit axes are Auto ones inside: what a step does to its state is indexed in ways that types refuse.
+
+    Args:
+      step: (weights, rows, state, ...) -> (rows, state, record). Rows and records have B rows first; how
+        `state` is split is its caller's choice, and stays.
+      mesh, batch_axis: as in `map_rows`; with no mesh the result is `step`.
+    """
+    if mesh is None:
+        return step
+
+    def laid_out(weights, rows, state, *rest):
+        whole = NamedSharding(_in_context(mesh), PartitionSpec(axis_names(batch_axis)))
+        rows = jax.lax.with_sharding_constraint(rows, whole)
+        rows, state, record = step(weights, rows, state, *rest)
+        rows, record = jax.lax.with_sharding_constraint((rows, record), whole)
+        return rows, state, record
+
+    explicit = explicit_axes(mesh)
+    if not explicit:
+        return laid_out
+
+    def in_auto_axes(weights, rows, state, *rest):
+        whole = NamedSharding(mesh, PartitionSpec(axis_names(batch_axis)))
+        out = (
+            whole,
+            jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state),
+            whole,
+        )
+        inside: Any = jax.sharding.auto_axes(laid_out, axes=explicit, out_sharding=out)
+        return inside(weights, rows, state, *rest)
+
+    return in_auto_axes
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh whose arrays say in their types how they are split."""
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
@@ -155,6 +196,13 @@ def axis_size(mesh: Any, axis: Axis) -> int:
         if name not in mesh.shape:
             raise ValueError(f"the mesh has no axis {name!r}, only {_mesh_names(mesh)}")
     return math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
+def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
+    """Refuse rows that the devices along batch_axis do not divide."""
+    size = axis_size(mesh, batch_axis)
+    if num_rows % size:
+        raise ValueError(f"{num_rows} rows on {size} devices along {batch_axis!r}: they must divide")
 
 
 def pad_columns(x, num_shards: int):
@@ -179,6 +227,16 @@ def _on_shard(fn, axes, split, *by_row):
     split = jax.tree.map(lambda leaf: split_batch(leaf, axes), split)
     joined, kept = fn(split, *jax.tree.map(lambda leaf: own(jnp.asarray(leaf)), by_row))
     return join_batch(joined, axes, num_rows), kept
+
+
+def _in_context(mesh):
+    """The mesh as the surrounding code sees it: inside `keep_layout` its axes are Auto."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.axis_names == mesh.axis_names else mesh
+
+
+def _is_spec(value) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def _as_words(x):

@@ -33,6 +33,7 @@ MODULE_ORDER = (
     "nodes",
     "sharding",
     "sample",
+    "exchange",
     "quantize",
     "paged",
     "kvcache",

@@ -184,7 +184,7 @@ def test_transforms_and_given_noise_travel_with_their_rows():
 def test_what_does_not_fit_is_refused():
     (logits, params, position), _ = arguments("plain")
     options = dict(limits=LIMITS, features=PROGRAMS["plain"])
-    with pytest.raises(ValueError, match="64 rows on 3 devices along 'data'"):
+    with pytest.raises(ValueError, match=r"64 rows on 3 devices along \('data',\)"):
         sample(logits, params, position, mesh=mesh_of(data=3, x=2), axis="x", batch_axis="data", **options)
     with pytest.raises(ValueError, match=re.escape("the mesh has no axis 'tensor', only data=3, x=2")):
         sample(logits, params, position, mesh=mesh_of(data=3, x=2), axis="tensor", **options)

@@ -145,7 +145,7 @@ def test_inside_the_callers_shard_map_three_functions_do_the_same():
         (dict(axis="model"), 4, "the mesh has no axis 'model', only data=2, tensor=4"),
         (dict(axis="tensor", batch_axis="rows"), 4, "the mesh has no axis 'rows', only data=2, tensor=4"),
         (dict(axis=("tensor", "data"), batch_axis="data"), 4, "an axis may occur only once"),
-        (dict(axis="tensor", batch_axis="data"), 5, "5 rows on 2 devices along 'data'"),
+        (dict(axis="tensor", batch_axis="data"), 5, "5 rows on 2 devices along ('data',)"),
         (dict(), 4, "axis is None, expected one of the mesh's axes data=2, tensor=4"),
     ],
 )
