@@ -30,6 +30,7 @@ from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.requests import RUNNING, Requests, advance, finish
+from jaxsample.sharding import Axis, keep_layout, map_rows
 from jaxsample.target import Target, logprobs_of
 from jaxsample.verify import Verdict, verify_match
 
@@ -64,6 +65,9 @@ def make_decode_step(
     features: Features,
     proposer: Proposer | None = None,
     verify: Callable[..., Verdict] = verify_match,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ):
     """Build the jitted step: one token or more for every running slot.
 
@@ -73,6 +77,8 @@ def make_decode_step(
       features: stages of this program; it serves rows that need these or fewer.
       proposer: where drafts come from; None decodes plainly.
       verify: (target, draft, tree) -> Verdict, one of the verify_* functions.
+      mesh, axis, batch_axis: logits are split over the vocabulary along `axis`, rows beforehand along
+        batch_axis, see `sharding.map_rows`: each device judges its own rows, and all devices get the verdict.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
@@ -81,12 +87,12 @@ def make_decode_step(
       proposer's) and cache the pair (model's, proposer's state), given and returned. Slots that do not run
       are left as they are. Read the record with `unpack`, best after the next step is launched.
     """
-    ahead, tail = _halves(forward, unembed, limits, features, proposer, verify)
+    ahead, tail = _halves(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
         return tail(weights, requests, cache, ahead(weights, requests, cache), allowed, transform_args)
 
-    return jax.jit(step, donate_argnums=(1, 2))
+    return jax.jit(keep_layout(step, mesh, batch_axis), donate_argnums=(1, 2))
 
 
 def make_split_step(
@@ -97,6 +103,9 @@ def make_split_step(
     features: Features,
     proposer: Proposer | None = None,
     verify: Callable[..., Verdict] = verify_match,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ):
     """The step as two programs, for grammars: masks are made while the model runs.
 
@@ -110,12 +119,15 @@ def make_split_step(
       cache, record), with requests and cache donated. Launch ahead, read the draft's tokens i32[B, N], fill
       the masks, launch tail.
     """
-    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
+    propose, forward_pass, tail = _parts(
+        forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis
+    )
 
     def last(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
         return tail(weights, requests, cache, (drafted, ahead), allowed, transform_args)
 
-    return jax.jit(propose), jax.jit(forward_pass), jax.jit(last, donate_argnums=(1, 2))
+    last = jax.jit(keep_layout(last, mesh, batch_axis), donate_argnums=(1, 2))
+    return jax.jit(propose), jax.jit(forward_pass), last
 
 
 def make_prefill(forward: Callable[..., Any], limits: Limits):
@@ -183,7 +195,17 @@ def unpack(record, features: Features) -> StepOutput:
 _NUM_COUNTS = 4
 
 
-def _parts(forward, unembed, limits: Limits, features: Features, proposer: Proposer | None, verify):
+def _parts(
+    forward,
+    unembed,
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None,
+    verify,
+    mesh=None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
+):
     """The step's three parts: propose, the model's pass, and all that follows."""
     tree: Tree = ROOT if proposer is None else proposer.tree
 
@@ -209,8 +231,8 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
         with jax.named_scope("unembed"):
             return hidden, staged, unembed(weights, hidden)
 
-    def tail(weights, requests: Requests, cache, ahead, allowed, transform_args):
-        (draft, draft_staged), (hidden, staged, logits) = ahead
+    def judge(logits, requests: Requests, draft, allowed, transform_args):
+        """What each row emits, why it ended, and its logprobs; of some rows or of all."""
         with jax.named_scope("sample"):
             target = node_target(
                 logits,
@@ -227,9 +249,16 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
                 law=verify is not verify_match,
             )
             verdict = verify(target, draft, tree)
-        with jax.named_scope("update"):
+        with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-            logprobs = _emitted_logprobs(target, verdict, tree)
+            return (verdict, status, _emitted_logprobs(target, verdict, tree)), ()
+
+    judge_rows = map_rows(judge, mesh, axis, batch_axis)
+
+    def tail(weights, requests: Requests, cache, ahead, allowed, transform_args):
+        (draft, draft_staged), (hidden, staged, logits) = ahead
+        (verdict, status, logprobs), _ = judge_rows(logits, requests, draft, allowed, transform_args)
+        with jax.named_scope("update"):
             drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
             record = _pack(verdict, status, drafted, logprobs)
             committed = cache if proposer is None else cache[0]
@@ -243,8 +272,8 @@ def _parts(forward, unembed, limits: Limits, features: Features, proposer: Propo
     return propose, forward_pass, tail
 
 
-def _halves(forward, unembed, limits, features, proposer, verify):
-    propose, forward_pass, tail = _parts(forward, unembed, limits, features, proposer, verify)
+def _halves(*arguments):
+    propose, forward_pass, tail = _parts(*arguments)
 
     def ahead(weights, requests, cache):
         drafted = propose(weights, requests, cache)
@@ -254,12 +283,13 @@ def _halves(forward, unembed, limits, features, proposer, verify):
 
 
 def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:
-    """Logprobs of the emitted tokens, each from the row of the node it follows: B * M rows."""
+    """Logprobs of the emitted tokens, each from the row of the node it follows: [B, M] in place of [B]."""
     if target.features.num_logprobs < 0:
         return None
     if tree.num_nodes > 1:
         target = take_nodes(target, verdict.path, tree.num_nodes)
-    return logprobs_of(target, verdict.tokens.reshape(-1))
+    logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
+    return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)
 
 
 def _pack(verdict: Verdict, status, drafted, logprobs: Logprobs | None):
