@@ -25,6 +25,7 @@ from models.fetch import cache_folder, fetch_smollm2
 from models.figures import print_statistics, statistics
 from models.generation import Reply, Request, Sample, TokenLogprobs, generate
 from models.load import LoadedModel, load
+from models.placement import read_mesh
 from models.presets import PRESETS, preset
 from models.random_weights import random_weights
 from models.speculation import VERIFIERS, Speculation
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"request {index}: {error}" if len(wishes) > 1 else str(error)) from None
     keep_compiled_programs()
+    mesh = None if options.mesh is None else read_mesh(options.mesh)
     started = time.perf_counter()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(options, jax.numpy.dtype(dtype))
@@ -82,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
         logprobs_mode=options.logprobs_mode,
         num_slots=options.cache_slots,
         speculation=read_speculation(options, jax.numpy.dtype(dtype)),
+        mesh=mesh,
     )
     stats = statistics(timing, load_seconds, dtype)
     print_statistics(stats)
@@ -344,6 +347,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16"
     )
     model.add_argument("--cache-slots", type=int, metavar="S", help="cache slots a request has")
+    model.add_argument("--mesh", metavar="data=D,tensor=P", help="split rows and weights over D * P devices")
     model.add_argument(
         "--batch-file", type=pathlib.Path, metavar="JSONL", help="requests, one JSON object a line"
     )
