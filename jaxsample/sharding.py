@@ -78,7 +78,10 @@ def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None,
 def split_batch(x, axis: Axis):
     """Whole rows from columns, by one all-to-all: [B, ..., V / P] to [ceil(B / P), ..., V]."""
     axes = axis_names(axis)
-    missing = -x.shape[0] % jax.lax.axis_size(axes)
+    num_shards = jax.lax.axis_size(axes)
+    if num_shards == 1:
+        return x
+    missing = -x.shape[0] % num_shards
     if missing:
         x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=x.ndim - 1, tiled=True)
@@ -105,11 +108,12 @@ def join_batch(tree: Any, axis: Axis, num_rows: int):
     """
     axes = axis_names(axis)
     leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=0, tiled=True, to="invarying")
+    if not leaves or jax.lax.axis_size(axes) == 1:
+        return jax.tree.map(gather, tree)  # nothing moves: it only says that all devices have the same
     count = leaves[0].shape[0]
     words = jnp.concatenate([_as_words(leaf).reshape(count, -1) for leaf in leaves], axis=1)
-    words = jax.lax.all_gather(words, axes, axis=0, tiled=True, to="invarying")[:num_rows]
+    words = gather(words)[:num_rows]
     joined, at = [], 0
     for leaf in leaves:
         width = math.prod(leaf.shape[1:])

@@ -153,6 +153,36 @@ def test_a_step_has_one_all_to_all_and_one_all_gather_and_never_gathers_logits()
     assert largest_gather(compiled) < B * PADDED // 4
 
 
+def test_steps_in_a_loop_inside_a_shard_map_of_the_callers():
+    mesh = mesh_of("explicit", x=3)
+
+    def own_columns(weights, hidden):
+        columns = PADDED // 3
+        shard = jax.lax.dynamic_slice_in_dim(weights, jax.lax.axis_index("x") * columns, columns, axis=1)
+        return unembed(shard, hidden)
+
+    step = js.make_decode_step(lookup_forward, own_columns, limits=LIMITS, features=SERVED, axis="x")
+    width = 4 + 1
+
+    def loop(weights, requests, cache):
+        def body(state):
+            requests, cache, records, index = state
+            requests, cache, record = step(weights, requests, cache)
+            return requests, cache, records.at[index].set(record), index + 1
+
+        state = requests, cache, jnp.zeros((6, B, width), jnp.int32), jnp.int32(0)
+        return jax.lax.while_loop(lambda state: state[3] < 6, body, state)[:3]
+
+    whole = PartitionSpec()
+    mapped = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=whole, out_specs=whole))
+    given = jax.device_put((WEIGHTS, *admitted(PLAIN_REQUESTS)), NamedSharding(mesh, whole))
+    requests, cache, records = mapped(*given)
+    plain = js.make_decode_step(lookup_forward, unembed, limits=LIMITS, features=SERVED)
+    expected, *state = emitted(plain, WEIGHTS, *admitted(PLAIN_REQUESTS))
+    assert_same_bits(records, np.stack(expected))
+    assert_same_bits([requests, cache], state)
+
+
 VERIFIERS = {
     "match": (js.verify_match, js.chain(3), "auto", dict(x=3)),
     "rejection": (js.verify_rejection, js.chain(3), "explicit", dict(x=8)),
