@@ -110,17 +110,19 @@ def compile_programs(
     def new_cache():
         return model_cache() if drafting is None else (model_cache(), drafting.new_state(num_rows))
 
+    by_row = None if mesh is None else row_sharding(mesh)
+
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
 
     rows, prompts = integers(num_rows), integers(num_rows, prompt_width)
     admission = (*neutral_params(limits, num_rows), prompts, rows)
     requests = jax.eval_shape(begin, *admission)
     cache, state = jax.eval_shape(model_cache), jax.eval_shape(new_cache)
     # What one program leaves lies where the next expects it.
-    by_row = by_head = state_layout = None
+    by_head = state_layout = None
     if mesh is not None:
-        by_row, by_head = row_sharding(mesh), cache_sharding(config, num_rows, mesh)
+        by_head = cache_sharding(config, num_rows, mesh)
         state_layout = by_head if drafting is None else (by_head, drafting.layout(num_rows))
         requests = _laid_out(requests, jax.tree.map(lambda _: by_row, requests))
         cache, state = _laid_out(cache, by_head), _laid_out(state, state_layout)

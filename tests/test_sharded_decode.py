@@ -198,7 +198,7 @@ VERIFIERS = {
 }
 
 
-SLOW = ("rejection", "tree distinct", "tree points")
+SLOW = ("rejection", "block", "tree distinct", "tree points")
 ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VERIFIERS]
 
 

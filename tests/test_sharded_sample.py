@@ -107,7 +107,7 @@ def sampled_in_a_loop(logits, params, position, num_steps, **placed):
     return jax.lax.while_loop(lambda state: state[0] < num_steps, step, (jnp.int32(0), start, out))[2]
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_inside_a_while_loop_of_the_callers(kind):
     looped = jax.jit(sampled_in_a_loop, static_argnames=("mesh", "axis"))
     expected = looped(*loop_arguments(), 8)
@@ -115,7 +115,10 @@ def test_inside_a_while_loop_of_the_callers(kind):
     assert_same_bits(looped(*loop_arguments(), 8, mesh=mesh_of(kind, x=4), axis="x"), expected)
 
 
-@pytest.mark.parametrize(("program", "kind"), [("full", "auto"), ("served", "explicit")])
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [pytest.param("full", "auto", marks=pytest.mark.slow), ("served", "auto"), ("plain", "explicit")],
+)
 def test_inside_a_shard_map_of_the_callers(program, kind):
     mesh = mesh_of(kind, data=2, tensor=4)
     given, rest = arguments(program)
