@@ -126,8 +126,9 @@ def join_batch(tree: Any, axis: Axis, num_rows: int):
 def over_mesh(body: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`body` as a shard_map that takes arrays split in any way, on Auto and on Explicit axes."""
     mesh = _in_context(mesh)
-    # Results that all devices compute alike are not proved alike: functions of the caller's run in here.
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # Results that all devices compute alike are not proved alike: functions of the caller's run in here. The
+    # jit is for callers without one: an operation at a time on all devices takes minutes.
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
     explicit = explicit_axes(mesh)
     if not explicit:
         return mapped

@@ -117,7 +117,7 @@ def test_inside_a_while_loop_of_the_callers(kind):
 
 @pytest.mark.parametrize(
     ("program", "kind"),
-    [pytest.param("full", "auto", marks=pytest.mark.slow), ("served", "auto"), ("plain", "explicit")],
+    [pytest.param("full", "auto", marks=pytest.mark.slow), ("plain", "explicit")],
 )
 def test_inside_a_shard_map_of_the_callers(program, kind):
     mesh = mesh_of(kind, data=2, tensor=4)
