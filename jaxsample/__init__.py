@@ -20,6 +20,7 @@ from jaxsample.decode import (
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
 from jaxsample.engine import Engine, EngineStats, QueueFull
+from jaxsample.exchange import sample_by_exchange
 from jaxsample.grammar import Matcher
 from jaxsample.history import History, append, start
 from jaxsample.intake import Request
@@ -85,6 +86,7 @@ from jaxsample.requests import (
 )
 from jaxsample.sample import Sampled, sample
 from jaxsample.shaping import Shaped, shape
+from jaxsample.sharding import join_batch, map_rows, own_rows, split_batch
 from jaxsample.streams import Sample, Stream, Tokens
 from jaxsample.target import Target, draw_target, law_of, logprobs_of, make_target
 from jaxsample.truncation import Cut, cut_candidates, cut_rows, kept
@@ -167,6 +169,7 @@ __all__ = [
     "init_cache",
     "init_paged_cache",
     "init_write_metrics",
+    "join_batch",
     "kept",
     "law_of",
     "log_probs",
@@ -179,10 +182,12 @@ __all__ = [
     "make_prefill",
     "make_split_step",
     "make_target",
+    "map_rows",
     "model_proposer",
     "neutral_params",
     "new_draft_length",
     "ngram_proposer",
+    "own_rows",
     "penalize",
     "propose_ngram",
     "quantize",
@@ -191,9 +196,11 @@ __all__ = [
     "residual",
     "round_to_storage",
     "sample",
+    "sample_by_exchange",
     "score",
     "set_rows",
     "shape",
+    "split_batch",
     "stack_rows",
     "stage",
     "start",

@@ -120,15 +120,39 @@ def tile_sum(x):
     Args:
       x: f32[B, V'], V' a multiple of 128.
     """
+    return sum_tiles(tile_sums(x))
+
+
+def tile_sums(x):
+    """The sum of each tile of 128 ids: f32[B, V' / 128] of f32[B, V']."""
     num_rows, width = x.shape
     num_tiles = width // TILE
     parts = _halve(x.reshape(num_rows, num_tiles, 8, TILE // 8), axis=2)
     # The barriers change no value: they keep XLA from inlining a whole tile's exponentials into one
     # expression, which compiles and runs slowly.
     parts = jax.lax.optimization_barrier(parts)
-    tiles = jax.lax.optimization_barrier(_halve(parts, axis=2))
+    return jax.lax.optimization_barrier(_halve(parts, axis=2))
+
+
+def sum_tiles(tiles):
+    """Sum of each row by a halving tree over its tiles: f32[B] of f32[B, T]; zeros behind change no bit."""
+    num_tiles = tiles.shape[1]
     padded = 1 << (num_tiles - 1).bit_length()
     return _halve(jnp.pad(tiles, ((0, 0), (0, padded - num_tiles))), axis=1)
+
+
+def merge(values, ids, tiles, highest, num_candidates: int) -> Candidates:
+    """One summary of each row from those of the shards of its vocabulary, with the bits of the whole row's.
+
+    Args:
+      values, ids: f32[B, P * C], i32[B, P * C], `first_tokens` of each shard, shards in order.
+      tiles: f32[B, T], `tile_sums` of exp(z - highest), shards in order.
+      highest: f32[B], the row's maximum.
+      num_candidates: C.
+    """
+    # Equal values keep their order, which is that of their ids.
+    values, place = _top_k(values, min(num_candidates, values.shape[1]))
+    return Candidates(values, jnp.take_along_axis(ids, place, axis=1), highest, sum_tiles(tiles))
 
 
 def prefix_sum(x):

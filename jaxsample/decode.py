@@ -30,6 +30,7 @@ from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.requests import RUNNING, Requests, advance, finish
+from jaxsample.sharding import Axis, keep_layout, map_rows
 from jaxsample.target import Target, logprobs_of
 from jaxsample.verify import Verdict, verify_match
 
@@ -64,6 +65,9 @@ def make_decode_step(
     features: Features,
     proposer: Proposer | None = None,
     verify: Callable[..., Verdict] = verify_match,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ):
     """Build the jitted step: one token or more for every running slot.
 
@@ -73,6 +77,8 @@ def make_decode_step(
       features: stages of this program; it serves rows that need these or fewer.
       proposer: where drafts come from; None decodes plainly.
       verify: (target, draft, tree) -> Verdict, one of the verify_* functions.
+      mesh, axis, batch_axis: logits are split over the vocabulary along `axis`, rows beforehand along
+        batch_axis, see `sharding.map_rows`: each device judges its own rows, and all devices get the verdict.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
@@ -81,13 +87,13 @@ def make_decode_step(
       proposer's) and cache the pair (model's, proposer's state), given and returned. Slots that do not run
       are left as they are. Read the record with `unpack`, best after the next step is launched.
     """
-    parts = step_parts(forward, unembed, limits, features, proposer, verify)
+    parts = step_parts(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
         _check_slots(cache if proposer is None else cache[0], limits)
         return parts.step(weights, requests, cache, allowed, transform_args)
 
-    return jax.jit(step, donate_argnums=(1, 2))
+    return jax.jit(keep_layout(step, mesh, batch_axis), donate_argnums=(1, 2))
 
 
 def make_split_step(
@@ -98,6 +104,9 @@ def make_split_step(
     features: Features,
     proposer: Proposer | None = None,
     verify: Callable[..., Verdict] = verify_match,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ):
     """The step as two programs, for grammars: masks are made while the model runs.
 
@@ -111,7 +120,7 @@ def make_split_step(
       cache, record), with requests and cache donated. Launch ahead, read the draft's tokens i32[B, N], fill
       the masks, launch tail.
     """
-    parts = step_parts(forward, unembed, limits, features, proposer, verify)
+    parts = step_parts(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
 
     def ahead(weights, requests, cache, drafted):
         _check_slots(cache if proposer is None else cache[0], limits)
@@ -120,7 +129,8 @@ def make_split_step(
     def tail(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
         return parts.tail(weights, requests, cache, drafted, ahead, allowed, transform_args)
 
-    return jax.jit(parts.propose), jax.jit(ahead), jax.jit(tail, donate_argnums=(1, 2))
+    tail = jax.jit(keep_layout(tail, mesh, batch_axis), donate_argnums=(1, 2))
+    return jax.jit(parts.propose), jax.jit(ahead), tail
 
 
 def make_decode_many(
@@ -281,6 +291,9 @@ def step_parts(
     features: Features,
     proposer: Proposer | None,
     verify: Callable[..., Verdict],
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ) -> StepParts:
     """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write."""
     tree: Tree = ROOT if proposer is None else proposer.tree
@@ -303,8 +316,8 @@ def step_parts(
         with jax.named_scope("unembed"):
             return hidden, staged, unembed(weights, hidden)
 
-    def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
-        (draft, draft_staged), (hidden, staged, logits) = drafted, ahead
+    def judge(logits, requests: Requests, draft, allowed, transform_args):
+        """What each row emits, why it ended, and its logprobs; of some rows or of all."""
         with jax.named_scope("sample"):
             target = node_target(
                 logits,
@@ -321,9 +334,16 @@ def step_parts(
                 law=verify is not verify_match,
             )
             verdict = verify(target, draft, tree)
-        with jax.named_scope("update"):
+        with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-            logprobs = _emitted_logprobs(target, verdict, tree)
+            return (verdict, status, _emitted_logprobs(target, verdict, tree)), ()
+
+    judge_rows = map_rows(judge, mesh, axis, batch_axis)
+
+    def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
+        (draft, draft_staged), (hidden, staged, logits) = drafted, ahead
+        (verdict, status, logprobs), _ = judge_rows(logits, requests, draft, allowed, transform_args)
+        with jax.named_scope("update"):
             drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
             record = _pack(verdict, status, drafted, logprobs)
             committed = cache if proposer is None else cache[0]
@@ -345,12 +365,13 @@ def _check_slots(cache: Cache, limits: Limits):
 
 
 def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:
-    """Logprobs of the emitted tokens, each from the row of the node it follows: B * M rows."""
+    """Logprobs of the emitted tokens, each from the row of the node it follows: [B, M] in place of [B]."""
     if target.features.num_logprobs < 0:
         return None
     if tree.num_nodes > 1:
         target = take_nodes(target, verdict.path, tree.num_nodes)
-    return logprobs_of(target, verdict.tokens.reshape(-1))
+    logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
+    return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)
 
 
 def _pack(verdict: Verdict, status, drafted, logprobs: Logprobs | None):

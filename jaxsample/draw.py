@@ -21,6 +21,11 @@ def draw_rows(logits, noise, cut: Cut | None = None):
       noise: four f32[B, V'/4], the words of `rng.gumbel_words` (see `split_words`); 0 for greedy rows.
       cut: which tokens are kept; None keeps all that can be drawn.
     """
+    return first_scored(logits, noise, cut)[1]
+
+
+def first_scored(logits, noise, cut: Cut | None = None):
+    """The first of the order of z + noise, as (z + noise f32[B], id i32[B]). Args as for `draw_rows`."""
     best = jnp.full(noise[0].shape, -jnp.inf)
     word = jnp.zeros(noise[0].shape, jnp.uint8)
     call = jax.lax.broadcasted_iota(jnp.int32, noise[0].shape, 1)
@@ -34,7 +39,8 @@ def draw_rows(logits, noise, cut: Cut | None = None):
     best, word = jax.lax.optimization_barrier((best, word))
     winner = jnp.argmax(best, axis=1).astype(jnp.int32)[:, None]
     word = jnp.take_along_axis(word, winner, axis=1, mode="clip").astype(jnp.int32)
-    return (4 * winner + word)[:, 0]
+    score = jnp.take_along_axis(best, winner, axis=1, mode="clip")
+    return score[:, 0], (4 * winner + word)[:, 0]
 
 
 def split_words(rows):

@@ -6,6 +6,7 @@ were drawn from.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jaxsample.lossless import by_node
 from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import PAD, Features, Limits
 from jaxsample.requests import Requests
+from jaxsample.sharding import Axis, map_rows
 from jaxsample.target import Target, law_of
 from jaxsample.truncation import is_greedy, kept
 from jaxsample.verify import Verdict
@@ -100,6 +102,9 @@ def model_proposer(
     limits: Limits,
     features: Features,
     pick: Callable[..., Any],
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ) -> Proposer:
     """A draft model with a cache of its own; its state is that cache, of the target's rows and slots.
 
@@ -114,8 +119,28 @@ def model_proposer(
       pick: (rows of the inner nodes of a level, i32[B] position after the root, those nodes, width) ->
         (tokens i32[B * len(nodes), width], their Law or None): `draw_proposals(rng.DRAFT)` for the verifiers
         that weigh laws, `draw_proposals(rng.TARGET)` for `verify_match`, `first_proposals` for point masses.
+      mesh, axis, batch_axis: as the step's. Each device draws for its own rows; their laws stay with it.
     """
     features = dataclasses.replace(features, num_logprobs=-1, transforms=())
+
+    def draw_level(logits, requests: Requests, tokens, *, level: Tree, inner: list[int], width: int):
+        """The children of a level's inner nodes, i32[B, len(inner), width], and the law of each such node."""
+        target = node_target(
+            logits,
+            requests.params,
+            requests.stop,
+            requests.history,
+            requests.length + 1,
+            tokens,
+            level,
+            limits=limits,
+            features=features,
+            law=True,
+        )
+        num_rows = tokens.shape[0]
+        nodes = jnp.broadcast_to(jnp.asarray(inner, jnp.int32)[None], (num_rows, len(inner)))
+        chosen, law = pick(take_nodes(target, nodes, level.num_nodes), requests.length + 1, inner, width)
+        return chosen.reshape(num_rows, len(inner), width), by_node(law, len(inner))
 
     def propose(weights, cache, requests: Requests):
         num_rows = requests.root.shape[0]
@@ -124,28 +149,15 @@ def model_proposer(
         for depth in range(tree.max_depth):
             level = Tree(tree.parents[: int(np.sum(tree.depth <= depth))])
             hidden, _ = _run(forward, weights, requests, cache, tokens[:, : level.num_nodes], level)
-            target = node_target(
-                unembed(weights, hidden),
-                requests.params,
-                requests.stop,
-                requests.history,
-                requests.length + 1,
-                tokens[:, : level.num_nodes],
-                level,
-                limits=limits,
-                features=features,
-                law=True,
-            )
             inner = [node for node in tree.inner if tree.depth[node] == depth]
-            nodes = jnp.broadcast_to(jnp.asarray(inner, jnp.int32)[None], (num_rows, len(inner)))
-            rows = take_nodes(target, nodes, level.num_nodes)
             width = max(len(tree.children[node]) for node in inner)
-            chosen, law = pick(rows, requests.length + 1, inner, width)
-            chosen = chosen.reshape(num_rows, len(inner), width)
+            rows = functools.partial(draw_level, level=level, inner=inner, width=width)
+            rows = map_rows(rows, mesh, axis, batch_axis)
+            chosen, law = rows(unembed(weights, hidden), requests, tokens[:, : level.num_nodes])
             for order, node in enumerate(inner):
                 for place, child in enumerate(tree.children[node]):
                     tokens = tokens.at[:, child].set(chosen[:, order, place])
-            laws.append(by_node(law, len(inner)))
+            laws.append(law)
         _, staged = _run(forward, weights, requests, cache, tokens, tree)
         law = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *laws) if laws else None
         return Draft(tokens, jnp.full((num_rows,), tree.num_nodes - 1, jnp.int32), law), staged

@@ -58,15 +58,20 @@ def gumbel_range(seed, position, purpose, num_lanes: int):
     return _gumbel_of(noise_range(seed, position, purpose, num_lanes))
 
 
-def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0):
-    """Gumbel noise of the lanes 0 ... 4 * num_calls - 1, as the four words of each generator call.
+def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_call: Any = 0):
+    """Gumbel noise of 4 * num_calls lanes in a row, as the four words of each generator call.
 
     The form for whole rows: interleaving the words would make XLA run the generator once a lane.
 
+    Args:
+      seed, position, purpose, node: as for `gumbel`.
+      num_calls: calls of the generator.
+      first_call: the first of them, an int or i32[]; the lanes begin with 4 * first_call.
+
     Returns:
-      Four f32[B, num_calls]; entry [b, c] of word w is lane 4 * c + w.
+      Four f32[B, num_calls]; entry [b, c] of word w is lane 4 * (first_call + c) + w.
     """
-    words = _range_words(seed, position, purpose, num_calls, node)
+    words = _range_words(seed, position, purpose, num_calls, node, first_call)
     # XLA:CPU takes ten times as long to compile the generator together with what follows it.
     words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
     return tuple(_gumbel_of(word) for word in words)
@@ -155,8 +160,10 @@ def log(x):
     return exponent * _LN2_HIGH + (exponent * _LN2_LOW + jnp.log1p(mantissa - 1))
 
 
-def _range_words(seed, position, purpose, num_calls: int, node: Any = 0):
+def _range_words(seed, position, purpose, num_calls: int, node: Any = 0, first_call: Any = 0):
     call = jax.lax.broadcasted_iota(jnp.uint32, (1, num_calls), 1)
+    if not isinstance(first_call, int) or first_call != 0:
+        call = call + jnp.asarray(first_call).astype(jnp.uint32)
     return philox4x32(_counter(call, position, purpose, node), (seed[:, 0:1], seed[:, 1:2]))
 
 

@@ -1,10 +1,11 @@
 """The one call a plain loop needs: logits in, one token a row out.
 
-Composes shaping, target, draw and logprobs; equal to one decode step's choice without a draft.
-Knows nothing about requests, caches or finishing.
+Composes shaping, target, draw and logprobs; equal to one decode step's choice without a draft. On a mesh each
+device draws for its own rows. Knows nothing about requests, caches or finishing.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxsample.history import History
 from jaxsample.logprobs import Logprobs
 from jaxsample.params import Features, Limits, SamplingParams, StopRule
 from jaxsample.shaping import shape
+from jaxsample.sharding import Axis, axis_names, map_rows
 from jaxsample.target import draw_target, logprobs_of, make_target
 
 
@@ -44,10 +46,13 @@ def sample(
     features: Features | None = None,
     transform_args: tuple = (),
     noise=None,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
 ) -> Sampled:
     """Draw one token for each row; a row's result depends on that row alone.
 
-    A plain function: call it inside your own jit, with limits and features static.
+    A plain function: call it inside your own jit, with limits, features, mesh and axes static.
 
     Args:
       logits: f32, bf16 or f16 [B, Vp]; columns at limits.vocab_size and beyond are padding.
@@ -61,40 +66,51 @@ def sample(
       transform_args: one pytree with B rows for each of features.transforms.
       noise: f32[B, V], used in place of the Gumbel noise, to compare with other software; greedy rows
         ignore it.
+      mesh, axis, batch_axis: logits are split over the vocabulary along `axis` of the mesh, rows beforehand
+        along batch_axis, see `sharding.map_rows`. With an axis and no mesh the call stands in a shard_map of
+        the caller's: logits are its device's [B, Vp / P], everything else has all B rows.
 
     Returns:
-      Sampled.
+      Sampled, the same bits on a mesh as on one device.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, at trace time.
     """
     logits, position = jnp.asarray(logits), jnp.asarray(position)
     params, stop = jax.tree.map(jnp.asarray, (params, stop))
-    limits = Limits(logits.shape[-1]) if limits is None else limits
+    width = logits.shape[-1]
+    if axis is not None and mesh is None:
+        width *= jax.lax.axis_size(axis_names(axis))
+    limits = Limits(width) if limits is None else limits
     features = Features() if features is None else features
-    _check(logits, params, position, stop, history, allowed, noise, limits)
-    shaped = shape(
-        logits,
-        params,
-        position,
-        stop=stop,
-        history=history,
-        allowed=allowed,
-        limits=limits,
-        features=features,
-        transform_args=transform_args,
-    )
-    target = make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features)
-    tokens = draw_target(target, noise)
-    return Sampled(tokens, shaped.valid, logprobs_of(target, tokens))
+    _check(logits, width, params, position, stop, history, allowed, noise, limits)
+
+    def rows(logits, params, position, stop, history, allowed, transform_args, noise):
+        shaped = shape(
+            logits,
+            params,
+            position,
+            stop=stop,
+            history=history,
+            allowed=allowed,
+            limits=limits,
+            features=features,
+            transform_args=transform_args,
+        )
+        target = make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features)
+        tokens = draw_target(target, noise)
+        return Sampled(tokens, shaped.valid, logprobs_of(target, tokens)), ()
+
+    mapped = map_rows(rows, mesh, axis, batch_axis)
+    return mapped(logits, params, position, stop, history, allowed, transform_args, noise)[0]
 
 
-def _check(logits, params, position, stop, history, allowed, noise, limits):
+def _check(logits, width, params, position, stop, history, allowed, noise, limits):
     if logits.ndim != 2 or logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"logits are {logits.dtype}{list(logits.shape)}, expected float32, bfloat16 or float16 [B, V]"
         )
-    num_rows, width = logits.shape
+    num_rows = logits.shape[0]
     if num_rows == 0:
         raise ValueError("logits have no rows, expected at least one")
     if width < limits.vocab_size:

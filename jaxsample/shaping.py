@@ -94,7 +94,7 @@ def shape(
         z = _scale(z, params)
         z = jnp.minimum(z, _HUGE)
     valid = ~bad & jnp.any(z > -jnp.inf, axis=1)
-    return Shaped(tidy(_divide(z, params)), raw, valid)
+    return Shaped(tidy(divide(z, params, jnp.max(z, axis=1))), raw, valid)
 
 
 def _at_the_door(logits, vocab_size: int):
@@ -188,11 +188,21 @@ def _scale(z, params: SamplingParams):
     return z * factor
 
 
-def _divide(z, params: SamplingParams):
-    """(z - max) / T, so that a tiny T cannot overflow; rows at T = 1 and greedy rows stay as they are."""
-    one = is_greedy(params) | (params.temperature == 1)
+def keeps_scale(params: SamplingParams):
+    """bool[B]: rows whose logits are not divided: temperature 1, or greedy."""
+    return is_greedy(params) | (params.temperature == 1)
+
+
+def divide(z, params: SamplingParams, highest):
+    """(z - max) / T, so that a tiny T cannot overflow; rows at T = 1 and greedy rows stay as they are.
+
+    Args:
+      z: f32[B, n], some or all columns of a row.
+      params: SamplingParams.
+      highest: f32[B], the largest value of the whole row.
+    """
+    one = keeps_scale(params)
     temperature = jnp.where(one, 1, params.temperature)[:, None]
-    highest = jnp.max(z, axis=1)
     highest = jnp.where(highest > -jnp.inf, highest, 0)[:, None]
     return jnp.where(one[:, None], z, (z - highest) / temperature)
 

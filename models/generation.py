@@ -25,6 +25,7 @@ from jaxsample import (
     unpack,
 )
 from models.decoder import DecoderConfig, Weights
+from models.placement import DATA, place_model
 from models.programs import Programs, compile_programs, power_of_two
 from models.speculation import Speculation
 
@@ -102,6 +103,7 @@ def generate(
     num_slots: int | None = None,
     max_rows: int = 64,
     speculation: Speculation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[list[Reply], Timing]:
     """Runs all requests, up to max_rows rows a batch; all batches use the same compiled programs.
 
@@ -114,12 +116,14 @@ def generate(
         what the model was made for.
       max_rows: most rows in a batch; a request with n > 1 has n.
       speculation: how to draft and verify; None decodes plainly.
+      mesh: with the axes "data" and "tensor", see `models.placement`; None: one device.
 
     Returns:
       One Reply a request, and the times.
 
     Raises:
-      ValueError: an empty prompt, one longer than the cache, or what make_params refuses.
+      ValueError: an empty prompt, one longer than the cache, what make_params refuses, or a mesh that does
+        not fit the model.
     """
     limits = _limits(config, requests, num_slots)
     rows = [_admissible(index, request, limits, len(requests)) for index, request in enumerate(requests)]
@@ -129,17 +133,20 @@ def generate(
     )
     batches = _batches([len(stop.max_tokens) for _, stop in rows], max_rows)
     scored = [_wanted(request.params, "prompt_logprobs") for request in requests]
+    num_rows = power_of_two(max(sum(len(rows[index][1].max_tokens) for index in batch) for batch in batches))
+    if mesh is not None:
+        config, weights = place_model(config, weights, mesh)
+        num_rows = -(-num_rows // mesh.shape[DATA]) * mesh.shape[DATA]
     programs = compile_programs(
         config,
         weights,
         limits=limits,
         features=features,
-        num_rows=power_of_two(
-            max(sum(len(rows[index][1].max_tokens) for index in batch) for batch in batches)
-        ),
+        num_rows=num_rows,
         longest_prompt=max(len(request.prompt) for request in requests),
         num_scored=max(scored),
         speculation=speculation,
+        mesh=mesh,
     )
     timing = Timing(compile=programs.compile_seconds)
     replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop in rows]

@@ -30,6 +30,7 @@ from jaxsample import (
     score,
 )
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.placement import DATA, TENSOR, cache_sharding, row_sharding
 from models.speculation import Drafting, Speculation, prepare
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 512  # prompt tokens in one prefill call
@@ -65,16 +66,18 @@ def compile_programs(
     longest_prompt: int,
     num_scored: int = -1,
     speculation: Speculation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Programs:
     """Lowers and compiles everything for one shape of batch.
 
     Args:
       config, weights: the model.
       limits, features: as for make_decode_step.
-      num_rows: B, a power of two.
+      num_rows: B, a multiple of the devices along the mesh's "data".
       longest_prompt: tokens of the longest prompt, at least 1.
       num_scored: top logprobs of each prompt token; 0 for the token's own only, -1 for none.
       speculation: how to draft and verify; None decodes plainly.
+      mesh: where the weights lie, see `models.placement`; None: on one device.
 
     Returns:
       Programs.
@@ -94,7 +97,10 @@ def compile_programs(
         slots = jnp.arange(num_rows, dtype=jnp.int32)
         return admit(blank, slots, params, stop, prompts, lengths, limits=limits)
 
-    drafting = None if speculation is None else prepare(speculation, config.vocab_size, limits, features)
+    sampled = {} if mesh is None else {"mesh": mesh, "axis": TENSOR, "batch_axis": DATA}
+    drafting = None
+    if speculation is not None:
+        drafting = prepare(speculation, config.vocab_size, limits, features, **sampled)
 
     def model_cache() -> KVCache:
         dtype = jax.tree.leaves(weights)[0].dtype
@@ -104,24 +110,39 @@ def compile_programs(
     def new_cache():
         return model_cache() if drafting is None else (model_cache(), drafting.new_state(num_rows))
 
+    by_row = None if mesh is None else row_sharding(mesh)
+
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
 
     rows, prompts = integers(num_rows), integers(num_rows, prompt_width)
-    begin_jit = jax.jit(begin)
     admission = (*neutral_params(limits, num_rows), prompts, rows)
     requests = jax.eval_shape(begin, *admission)
     cache, state = jax.eval_shape(model_cache), jax.eval_shape(new_cache)
+    # What one program leaves lies where the next expects it.
+    by_head = state_layout = None
+    if mesh is not None:
+        by_head = cache_sharding(config, num_rows, mesh)
+        state_layout = by_head if drafting is None else (by_head, drafting.layout(num_rows))
+        requests = _laid_out(requests, jax.tree.map(lambda _: by_row, requests))
+        cache, state = _laid_out(cache, by_head), _laid_out(state, state_layout)
+    begin_jit = jax.jit(begin, out_shardings=by_row)
     all_weights = weights if drafting is None else (weights, drafting.weights)
     if drafting is None:
-        step = make_decode_step(forward, unembed, limits=limits, features=features)
+        step = make_decode_step(forward, unembed, limits=limits, features=features, **sampled)
     else:
-        judged = {"proposer": drafting.proposer, "verify": drafting.verify}
+        judged = {"proposer": drafting.proposer, "verify": drafting.verify, **sampled}
         step = make_decode_step(forward, unembed, limits=limits, features=features, **judged)
     if num_scored < 0:
         prefill, extra = make_prefill(forward, limits), 0
     else:
         prefill, extra = make_scored_prefill(forward, unembed, num_scored), 1
+    if mesh is not None:
+        step = jax.jit(step, donate_argnums=(1, 2), out_shardings=(by_row, state_layout, by_row))
+        scores = () if num_scored < 0 else (by_row,)
+        prefill = jax.jit(
+            prefill, donate_argnums=(1,), out_shardings=(by_head, *scores) if scores else by_head
+        )
 
     # Tracing holds the interpreter's lock, compiling does not: the longest compilation runs beside the rest.
     with ThreadPoolExecutor() as pool:
@@ -131,6 +152,8 @@ def compile_programs(
             jobs[width] = pool.submit(prefill.lower(weights, cache, *tokens, rows, rows).compile)
             if drafting is not None and drafting.forward is not None:
                 drafted = make_prefill(drafting.forward, limits)
+                if mesh is not None:
+                    drafted = jax.jit(drafted, donate_argnums=(1,), out_shardings=drafting.layout(num_rows))
                 lowered = drafted.lower(drafting.weights, state[1], tokens[0], rows, rows)
                 jobs["draft", width] = pool.submit(lowered.compile)
         jobs["begin"] = pool.submit(begin_jit.lower(*admission).compile)
@@ -142,13 +165,22 @@ def compile_programs(
         prompt_width=prompt_width,
         chunks=chunks,
         begin=done["begin"],
-        new_cache=jax.jit(new_cache),
+        new_cache=jax.jit(new_cache, out_shardings=state_layout),
         prefill={width: done[width] for width in chunks},
         step=done["step"],
         num_scored=num_scored,
         drafting=drafting,
         draft_prefill={name[1]: job for name, job in done.items() if isinstance(name, tuple)},
         compile_seconds=time.perf_counter() - started,
+    )
+
+
+def _laid_out(shapes: Any, shardings: Any) -> Any:
+    """Shapes that say how their arrays lie."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
     )
 
 

@@ -28,6 +28,7 @@ from jaxsample import (
     verify_tree_points,
 )
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.placement import cache_sharding, place_model
 
 VERIFIERS = ("match", "rejection", "block", "tree")
 _MAX_DRAFTS = 16
@@ -57,6 +58,7 @@ class Drafting:
       weights: the draft model's, or ().
       new_state: number of rows -> the proposer's state.
       forward: the draft model's, for its prefill; None where there is none.
+      layout: number of rows -> how the state lies on the mesh; () where there is no state or no mesh.
     """
 
     proposer: Proposer
@@ -64,10 +66,18 @@ class Drafting:
     weights: Any
     new_state: Callable[[int], Any]
     forward: Callable[..., Any] | None
+    layout: Callable[[int], Any]
 
 
-def prepare(asked: Speculation, vocab_size: int, limits: Limits, features: Features) -> Drafting:
+def prepare(
+    asked: Speculation, vocab_size: int, limits: Limits, features: Features, **sampled: Any
+) -> Drafting:
     """Checks a Speculation and builds its proposer.
+
+    Args:
+      asked: the Speculation.
+      vocab_size: V. limits, features: as in make_decode_step.
+      sampled: mesh, axis and batch_axis of make_decode_step, or nothing: the draft model is placed likewise.
 
     Raises:
       ValueError: an unknown verifier, a number of proposals out of range, or a draft model of another
@@ -80,13 +90,17 @@ def prepare(asked: Speculation, vocab_size: int, limits: Limits, features: Featu
     if asked.draft is None:
         verify = {"match": verify_match, "rejection": verify_rejection, "block": verify_block}
         proposer = ngram_proposer(chain(asked.num_drafts))
-        return Drafting(proposer, verify.get(asked.verify, verify_tree_points), (), lambda rows: (), None)
+        none = lambda rows: ()
+        return Drafting(proposer, verify.get(asked.verify, verify_tree_points), (), none, None, none)
 
     config, weights = asked.draft
     if config.vocab_size != vocab_size:
         raise ValueError(
             f"the draft model has {config.vocab_size} tokens, the model {vocab_size}: they must be the same"
         )
+    mesh = sampled.get("mesh")
+    if mesh is not None:
+        config, weights = place_model(config, weights, mesh)
     tree = spread_tree(asked.num_drafts) if asked.verify == "tree" else chain(asked.num_drafts)
     purpose = rng.TARGET if asked.verify == "match" else rng.DRAFT
     verify = {
@@ -96,16 +110,18 @@ def prepare(asked: Speculation, vocab_size: int, limits: Limits, features: Featu
         "tree": verify_tree_distinct,
     }[asked.verify]
     forward, unembed = decoder_functions(config)
-    proposer = model_proposer(
-        forward, unembed, tree, limits=limits, features=features, pick=draw_proposals(purpose)
-    )
+    pick = draw_proposals(purpose)
+    proposer = model_proposer(forward, unembed, tree, limits=limits, features=features, pick=pick, **sampled)
 
     def new_state(num_rows: int):
         dtype = jax.tree.leaves(weights)[0].dtype
         shape = (config.num_layers, num_rows, limits.max_length, config.num_kv_heads, config.head_size)
         return init_cache(*shape, dtype)
 
-    return Drafting(proposer, verify, weights, new_state, forward)
+    def layout(num_rows: int):
+        return () if mesh is None else cache_sharding(config, num_rows, mesh)
+
+    return Drafting(proposer, verify, weights, new_state, forward, layout)
 
 
 def spread_tree(num_drafts: int) -> Tree:

@@ -30,6 +30,7 @@ from models.command_line import (
 from models.figures import print_statistics, statistics
 from models.generation import Reply, Request, Sample, generate
 from models.json_fields import check_numbers, logprob_fields, prepare, read_fields
+from models.placement import read_mesh
 from models.text import Detokenizer, Text, TokenIds
 
 
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"request {index}: {error}" if len(wishes) > 1 else str(error)) from None
     keep_compiled_programs()
+    mesh = None if options.mesh is None else read_mesh(options.mesh)
     started = time.perf_counter()
     model = load_model(options)
     load_seconds = time.perf_counter() - started
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> None:
         logprobs_mode=options.logprobs_mode,
         num_slots=options.cache_slots,
         speculation=read_speculation(options),
+        mesh=mesh,
     )
     stats = statistics(timing, load_seconds, dtype_of(options))
     print_statistics(stats)
@@ -183,6 +186,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="*", metavar="PROMPT")
     model = add_model_flags(parser)
     model.add_argument("--cache-slots", type=int, metavar="S", help="cache slots a request has")
+    model.add_argument("--mesh", metavar="data=D,tensor=P", help="split rows and weights over D * P devices")
     model.add_argument(
         "--batch-file", type=pathlib.Path, metavar="JSONL", help="requests, one JSON object a line"
     )

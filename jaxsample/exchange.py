@@ -1,0 +1,140 @@
+"""`sample` on a mesh with less traffic: devices exchange what they found in their columns, not the columns.
+
+Each device reads its own [B, V / P] once. Of every row it hands the row's owner one winner, the first of
+z + noise, and in programs with filters its C first tokens and the sums of its tiles; the owner merges the
+summaries of P shards into the row's. Tokens are those of `sample`, to the bit. What a row can tell only as a
+whole is not served: see `sample_by_exchange`. Knows nothing of models or caches.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxsample import rng
+from jaxsample.candidates import first_tokens, merge, tidy, tile_sums
+from jaxsample.draw import draw_candidates, first_scored
+from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams
+from jaxsample.sample import Sampled
+from jaxsample.shaping import divide, keeps_scale
+from jaxsample.sharding import (
+    Axis,
+    axis_names,
+    axis_size,
+    check_rows,
+    join_batch,
+    over_mesh,
+    own_rows,
+    split_batch,
+)
+from jaxsample.truncation import is_filtered, is_greedy, truncate
+
+
+def sample_by_exchange(
+    logits,
+    params: SamplingParams,
+    position,
+    *,
+    limits: Limits,
+    features: Features,
+    mesh: Any = None,
+    axis: Axis,
+    batch_axis: Axis = (),
+) -> Sampled:
+    """Draw one token for each row, exchanging candidates: one all-reduce, one all-to-all and one all-gather.
+
+    Args:
+      logits: f32, bf16 or f16 [B, Vp], split over `axis`, padded with zeros to whole tiles on every device;
+        with no mesh the device's own [B, n], n a multiple of 128, in a shard_map of the caller's.
+      params, position, limits: as in `sample`.
+      features: tier "plain" or "filtered", with full_rows False and no logprobs. `required_features` says
+        whether rows allow it.
+      mesh, axis, batch_axis: as in `sample`.
+
+    Returns:
+      Sampled.
+
+    Raises:
+      ValueError: features that need whole rows, or shapes that do not fit the mesh.
+    """
+    if features.shapes or features.full_rows or features.num_logprobs >= 0:
+        raise ValueError(
+            f"features have tier {features.tier!r}, full_rows {features.full_rows} and num_logprobs "
+            f"{features.num_logprobs}; an exchange serves 'plain' and 'filtered', False and -1"
+        )
+    axes, batch_axes = axis_names(axis), axis_names(batch_axis)
+    logits, position = jnp.asarray(logits), jnp.asarray(position)
+    params = jax.tree.map(jnp.asarray, params)
+    body = functools.partial(_on_shard, axes=axes, vocab_size=limits.vocab_size, features=features)
+    num_shards = jax.lax.axis_size(axes) if mesh is None else axis_size(mesh, axes)
+    width = logits.shape[1] * (num_shards if mesh is None else 1)
+    if width < limits.vocab_size:
+        raise ValueError(f"logits have {width} columns, expected at least {limits.vocab_size}")
+    if mesh is None:
+        if logits.shape[1] % TILE:
+            raise ValueError(f"logits have {logits.shape[1]} columns a device, expected a multiple of {TILE}")
+        return body(logits, params, position)
+    check_rows(mesh, logits.shape[0], batch_axes)
+    logits = jnp.pad(logits, ((0, 0), (0, -width % (TILE * num_shards))))
+    rows = PartitionSpec(batch_axes)
+    in_specs = (PartitionSpec(batch_axes, axes), jax.tree.map(lambda _: rows, params), rows)
+    return over_mesh(body, mesh, in_specs, rows)(logits, params, position)
+
+
+def _on_shard(logits, params: SamplingParams, position, *, axes, vocab_size: int, features: Features):
+    num_rows, width = logits.shape
+    first = jax.lax.axis_index(axes) * width
+    z, highest, valid = _shape(logits, params, first, axes, vocab_size)
+
+    words = rng.gumbel_words(params.seed, position, rng.TARGET, width // 4, first_call=first // 4)
+    words = tuple(jnp.where(is_greedy(params)[:, None], 0, word) for word in words)
+    score, token = first_scored(z, words)
+    columns = {"score": score[:, None], "token": (first + token)[:, None]}
+    if features.filters:
+        values, ids = first_tokens(z, features.num_candidates)
+        columns |= {"values": values, "ids": first + ids, "tiles": tile_sums(jnp.exp(z - highest[:, None]))}
+
+    columns = _exchange(columns, axes)
+    params, position, highest = own_rows((params, position, highest), axes)
+    best = jnp.max(columns["score"], axis=1, keepdims=True)
+    tokens = jnp.min(jnp.where(columns["score"] == best, columns["token"], jnp.iinfo(jnp.int32).max), axis=1)
+    if features.filters:
+        count = min(features.num_candidates, -(-vocab_size // TILE) * TILE)
+        candidates = merge(columns["values"], columns["ids"], columns["tiles"], highest, count)
+        _, num_kept = truncate(z, candidates, params, vocab_size=vocab_size, features=features)
+        noise = rng.gumbel(params.seed, position, rng.TARGET, candidates.ids)
+        noise = jnp.where(is_greedy(params)[:, None], 0, noise)
+        among = draw_candidates(candidates, noise, num_kept)
+        tokens = jnp.where(is_filtered(params, vocab_size), among, tokens)
+    return Sampled(jnp.where(valid, join_batch(tokens, axes, num_rows), PAD), valid, None)
+
+
+def _shape(logits, params: SamplingParams, first, axes, vocab_size: int):
+    """(shaped f32[B, n], the whole rows' max f32[B], validity bool[B]): `shaping.shape` by columns."""
+    real = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
+    raw = jnp.where(real, logits, -jnp.inf)
+    bad = jnp.any(jnp.isnan(raw) | (raw == jnp.inf), axis=1)
+    z = tidy(raw)
+    highest, bad = jax.lax.pmax(jnp.stack([jnp.max(z, axis=1), bad.astype(jnp.float32)]), axes)
+    valid = (bad == 0) & (highest > -jnp.inf)
+    z = tidy(divide(z, params, highest))
+    # The largest value of a row that was divided is (max - max) / T.
+    return z, jnp.where(keeps_scale(params) & (highest > -jnp.inf), highest, 0), valid
+
+
+def _exchange(columns: dict[str, jax.Array], axes) -> dict[str, jax.Array]:
+    """Every shard's columns of the rows a device owns, shards in order, by one all-to-all."""
+    parts = {
+        name: jax.lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x
+        for name, x in columns.items()
+    }
+    packed = jnp.concatenate(list(parts.values()), axis=1)
+    packed = split_batch(packed, axes).reshape(-1, jax.lax.axis_size(axes), packed.shape[1])
+    found, at = {}, 0
+    for name, x in columns.items():
+        part = packed[:, :, at : at + x.shape[1]].reshape(packed.shape[0], -1)
+        found[name] = jax.lax.bitcast_convert_type(part, x.dtype) if x.dtype == jnp.float32 else part
+        at += x.shape[1]
+    return found

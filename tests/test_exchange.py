@@ -1,0 +1,95 @@
+"""Exchanging candidates gives the tokens of `sample`, and moves far less than logits."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsample.candidates import first_tokens, merge, normaliser, summarize, tile_sums
+from jaxsample.exchange import sample_by_exchange
+from jaxsample.params import Features, Limits
+from tests import mixes
+from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
+from tests.test_sharded_sample import LIMITS, PROGRAMS, WIDTH, alone, arguments, rows_of
+
+SERVED = Features("filtered", full_rows=False, num_candidates=32)
+run = jax.jit(sample_by_exchange, static_argnames=("limits", "features", "mesh", "axis", "batch_axis"))
+
+
+def expected(program, num_rows):
+    sampled = rows_of(alone(program), slice(num_rows))
+    return {"tokens": sampled.tokens, "valid": sampled.valid}
+
+
+@pytest.mark.parametrize(
+    ("program", "num_rows", "kind", "sizes", "axis", "batch_axis"),
+    [
+        ("served", 64, "auto", dict(x=8), "x", ()),
+        ("served", 8, "explicit", dict(data=2, tensor=3), "tensor", "data"),
+        ("plain", 64, "explicit", dict(x=4), "x", ()),
+        ("plain", 3, "auto", dict(a=2, b=2), ("b", "a"), ()),
+        pytest.param("plain", 1, "auto", dict(x=1), "x", (), marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_one_device(program, num_rows, kind, sizes, axis, batch_axis):
+    features = SERVED if program == "served" else PROGRAMS[program]
+    given = rows_of(arguments(program)[0], slice(num_rows))
+    placed = dict(mesh=mesh_of(kind, **sizes), axis=axis, batch_axis=batch_axis)
+    sampled = run(*given, limits=LIMITS, features=features, **placed)
+    assert_same_bits({"tokens": sampled.tokens, "valid": sampled.valid}, expected(program, num_rows))
+    assert sampled.logprobs is None
+
+
+def test_inside_the_callers_shard_map_and_no_more_travels_than_candidates():
+    mesh = mesh_of(x=8)
+    given = arguments("served")[0]
+    placed = jax.device_put(given[0], NamedSharding(mesh, PartitionSpec(None, "x")))
+    local = functools.partial(sample_by_exchange, limits=LIMITS, features=SERVED, axis="x")
+    specs = (PartitionSpec(None, "x"), PartitionSpec(), PartitionSpec())
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
+    compiled = mapped.lower(placed, *given[1:]).compile()
+    sampled = compiled(placed, *given[1:])
+    assert_same_bits({"tokens": sampled.tokens, "valid": sampled.valid}, expected("served", 64))
+    assert collectives(compiled) == {"all-to-all": 1, "all-gather": 1, "all-reduce": 1}
+    assert largest_gather(compiled) <= 2 * 64
+
+
+@jax.jit
+def merged(logits):
+    highest, _ = normaliser(logits)
+    shards = jnp.split(logits, 4, axis=1)
+    values, ids = zip(*(first_tokens(shard, 40) for shard in shards))
+    ids = [part + 384 * index for index, part in enumerate(ids)]
+    tiles = [tile_sums(jnp.exp(shard - highest[:, None])) for shard in shards]
+    return merge(*(jnp.concatenate(parts, axis=1) for parts in (values, ids, tiles)), highest, 40)
+
+
+whole = jax.jit(summarize, static_argnums=1)
+
+
+@pytest.mark.parametrize("kind", mixes.ROW_KINDS)
+def test_summaries_of_shards_merge_into_that_of_the_row(kind):
+    logits = mixes.rows(np.random.default_rng(2), 4, 1536, (kind,))
+    logits = np.where(np.abs(logits) < np.finfo(np.float32).tiny, np.float32(0), logits)
+    found, expected = merged(logits), whole(logits, 40)
+    finite = np.asarray(expected.values) > -np.inf
+    assert_same_bits((found.values, found.max, found.sum), (expected.values, expected.max, expected.sum))
+    np.testing.assert_array_equal(np.where(finite, found.ids, 0), np.where(finite, expected.ids, 0))
+
+
+def test_programs_that_need_whole_rows_are_refused():
+    given = arguments("plain")[0]
+    for features in (Features(), Features("filtered"), Features("filtered", full_rows=False, num_logprobs=0)):
+        with pytest.raises(
+            ValueError, match=f"full_rows {features.full_rows} and num_logprobs {features.num_logprobs}"
+        ):
+            sample_by_exchange(*given, limits=LIMITS, features=features, mesh=mesh_of(x=2), axis="x")
+    options = dict(features=SERVED, mesh=mesh_of(data=3, x=2), axis="x", batch_axis="data")
+    with pytest.raises(ValueError, match=r"64 rows on 3 devices along \('data',\)"):
+        sample_by_exchange(*given, limits=LIMITS, **options)
+    with pytest.raises(ValueError, match=re.escape(f"logits have {WIDTH} columns, expected at least 2000")):
+        sample_by_exchange(*given, limits=Limits(2000), features=SERVED, mesh=mesh_of(x=2), axis="x")

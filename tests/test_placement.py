@@ -1,0 +1,162 @@
+"""A decoder on a mesh of devices: logits of one device to rounding, the text of one device, refusals with numbers."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsample
+from models.decoder import decoder_functions
+from models.generation import Request, generate
+from models.joining import join_projections
+from models.placement import AXES, cache_sharding, make_mesh, mesh_sizes, place_model, repeat_kv_heads
+from models.random_weights import random_weights
+from models.speculation import Speculation
+from scripts.generate import main
+from tests.test_models import SMALL, tolerance
+
+LLAMA = dataclasses.replace(SMALL, num_layers=1, vocab_size=96, num_heads=12, num_kv_heads=3, mlp_width=48)
+mesh_of = lambda text: make_mesh(mesh_sizes(text))
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": dataclasses.replace(LLAMA, qkv_bias=True, tied_embeddings=True),
+    "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
+}
+
+
+@functools.cache
+def weights_of(family):
+    return random_weights(FAMILIES[family], 3)
+
+
+def logits_of(config, weights, cache=None):
+    forward, unembed = decoder_functions(config)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (4, 3)), jnp.int32)
+    lengths = jnp.array([0, 5, 8, 2], jnp.int32)
+
+    @jax.jit
+    def run(weights, cache):
+        positions = lengths[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
+        mask = jaxsample.attention_mask(lengths, jaxsample.chain(2), 8)
+        return unembed(weights, forward(weights, tokens, positions, cache, mask)[0])
+
+    return np.asarray(run(weights, cache))
+
+
+def filled_cache(config, repeated=1):
+    shape = (config.num_layers, 4, 8, config.num_kv_heads // repeated, config.head_size)
+    rng = np.random.default_rng(1)
+    keys, values = (np.repeat(rng.standard_normal(shape, np.float32), repeated, axis=3) for _ in range(2))
+    return jaxsample.KVCache(jnp.asarray(keys), jnp.asarray(values))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "joined"),
+    [
+        ("llama", "data=2,tensor=3", False),
+        ("qwen2", "tensor=6", False),  # three key-value heads, each on two devices
+        pytest.param("qwen3", "data=2,tensor=3", True, marks=pytest.mark.slow),
+        ("qwen3", "tensor=6", True),
+    ],
+)
+def test_logits_on_a_mesh_are_those_of_one_device_to_rounding(family, mesh, joined):
+    config, weights = FAMILIES[family], weights_of(family)
+    expected = logits_of(config, weights, filled_cache(config))
+    if joined:
+        config, weights = join_projections(config, jax.tree.map(jnp.array, weights))
+    mesh = mesh_of(mesh)
+    placed, split = place_model(config, weights, mesh)
+    repeated = placed.num_kv_heads // config.num_kv_heads
+    assert repeated == mesh.shape["tensor"] // 3
+    down = split["layers"][0]["mlp"]["down"]["weight"]
+    assert down.addressable_shards[0].data.shape == (config.width, config.mlp_width // mesh.shape["tensor"])
+    embedding = split["embedding"]["weight"]
+    assert embedding.addressable_shards[0].data.shape[0] == config.vocab_size // mesh.shape["tensor"]
+    cache = jax.device_put(filled_cache(placed, repeated), cache_sharding(placed, 4, mesh))
+    assert cache.keys.addressable_shards[0].data.shape[3] == placed.num_kv_heads // mesh.shape["tensor"]
+    assert np.abs(logits_of(placed, split, cache) - expected).max() <= tolerance(config, expected)
+
+
+@pytest.mark.slow
+def test_repeated_heads_are_the_same_model():
+    config, weights = FAMILIES["qwen2"], weights_of("qwen2")
+    wider, repeated = repeat_kv_heads(config, weights, 4)
+    assert wider.num_kv_heads == 12
+    expected = logits_of(config, weights, filled_cache(config))
+    found = logits_of(wider, repeated, filled_cache(wider, 4))
+    assert np.abs(found - expected).max() <= tolerance(config, expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "drafts"),
+    [("data=2,tensor=3", False), pytest.param("data=3,tensor=2", True, marks=pytest.mark.slow)],
+)
+def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, drafts):
+    family = "qwen2" if drafts else "llama"
+    # Two key-value heads on two devices, since three do not go there.
+    config, weights = FAMILIES[family], weights_of(family)
+    if drafts:
+        config = dataclasses.replace(config, num_kv_heads=2)
+        weights = random_weights(config, 3)
+    requests = [
+        Request([1, 2, 3], {"temperature": 0, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 1}),
+        Request([4], {"seed": 5, "top_k": 9, "temperature": 0.8, "max_tokens": 6, "n": 2}),
+    ]
+    speculation = Speculation(3, "match", (config, weights)) if drafts else None
+    expected, _ = generate(config, weights, requests, num_slots=16)
+    replies, _ = generate(
+        config, weights, requests, num_slots=16, mesh=mesh_of(mesh), speculation=speculation
+    )
+    for reply, wanted in zip(replies, expected):
+        assert [sample.token_ids for sample in reply.samples] == [
+            sample.token_ids for sample in wanted.samples
+        ]
+        assert [sample.status for sample in reply.samples] == [sample.status for sample in wanted.samples]
+    for of in (lambda reply: reply.samples[0].logprobs, lambda reply: reply.prompt_logprobs[1:]):
+        found, wanted = ([entry.logprob for entry in of(answers[0])] for answers in (replies, expected))
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_a_mesh_and_prints_the_same_text(capsys):
+    printed = []
+    for arguments in ([], ["--mesh", "data=2,tensor=3"]):
+        assert main(["Why is the sky blue?", "--temperature", "0", "--max-tokens", "12", *arguments]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and len(printed[0]) > 20
+
+
+def test_the_command_line_refuses_a_mesh_before_it_loads_a_model(capsys):
+    assert main(["a", "--mesh", "model=2"]) == 2
+    assert "mesh is 'model=2', expected data=D,tensor=P" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2,model=3", "mesh is 'data=2,model=3', expected data=D,tensor=P with sizes from 1"),
+        ("tensor=0", "mesh is 'tensor=0', expected"),
+        ("tensor", "mesh is 'tensor', expected"),
+        ("data=3,tensor=3", "mesh data=3,tensor=3 needs 9 devices, there are 8"),
+    ],
+)
+def test_a_mesh_in_other_words_is_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mesh_of(text)
+
+
+def test_heads_that_the_devices_do_not_divide_are_refused_with_their_numbers():
+    config, weights = FAMILIES["llama"], weights_of("llama")
+    with pytest.raises(ValueError, match="12 query and 3 key-value heads on 8 devices along 'tensor'"):
+        place_model(config, weights, mesh_of("tensor=8"))
+    with pytest.raises(ValueError, match="12 query and 3 key-value heads on 4 devices along 'tensor'"):
+        place_model(config, weights, mesh_of("tensor=4"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    with pytest.raises(ValueError, match="the mesh has no axis 'tensor', only data"):
+        place_model(config, weights, mesh)
+    assert set(AXES.values()) == {"data", "tensor"}
