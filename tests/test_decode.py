@@ -13,12 +13,16 @@ from models.lookup import init_lookup_cache, lookup_functions, table
 V, PADDED, S = 211, 224, 48
 LIMITS = js.Limits(V, max_length=S, num_logprobs=4)
 FEATURES = js.Features(num_logprobs=4)
+TOKENS = js.Features(full_rows=False)  # no logprobs, for requests that the candidates always serve
 WEIGHTS = jnp.asarray([7, 11], jnp.uint32)
 
 forward, unembed = lookup_functions(V, padded_size=PADDED)
 step = js.make_decode_step(forward, unembed, limits=LIMITS, features=FEATURES)
 prefill = js.make_prefill(forward, LIMITS)
 admit = jax.jit(js.admit, static_argnames="limits")
+sample = jax.jit(js.sample, static_argnames=("limits", "features"))
+start, append = jax.jit(js.start, static_argnums=0), jax.jit(js.append)
+logits_of = jax.jit(table, static_argnums=4)
 
 REQUESTS = [
     ({"seed": 1, "max_tokens": 12, "logprobs": 4}, [3, 4, 5]),
@@ -93,15 +97,17 @@ def _alone(index):
 def test_a_step_emits_what_a_plain_loop_around_sample_emits(index):
     asked, prompt = REQUESTS[index]
     params, stop = js.make_params(LIMITS, **asked)
-    history = js.start(LIMITS, np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32))
-    sample = jax.jit(functools.partial(js.sample, limits=LIMITS, features=FEATURES))
+    padded = np.asarray([prompt + [js.PAD] * (S - len(prompt))], np.int32)
+    history = start(LIMITS, padded, np.asarray([len(prompt)], np.int32))
+    static = {"limits": LIMITS, "features": FEATURES}
     text, out = list(prompt), []
     emitted, status, _ = _alone(index)
     for _ in emitted:
         previous = text[-2] if len(text) > 1 else -1
-        logits = table(WEIGHTS, *(jnp.full((1,), x, jnp.int32) for x in (previous, text[-1], 0)), V)
-        sampled = sample(logits, params, jnp.asarray([len(text)], jnp.int32), stop=stop, history=history)
-        history = js.append(history, sampled.tokens[:, None], jnp.ones(1, jnp.int32))
+        logits = logits_of(WEIGHTS, *(np.full((1,), x, np.int32) for x in (previous, text[-1], 0)), V)
+        position = np.asarray([len(text)], np.int32)
+        sampled = sample(logits, params, position, stop=stop, history=history, **static)
+        history = append(history, sampled.tokens[:, None], jnp.ones(1, jnp.int32))
         text.append(int(sampled.tokens[0]))
         out.append((int(sampled.tokens[0]), np.asarray(sampled.logprobs.token[0]).tobytes()))
     assert out == [entry[:2] for entry in emitted]
@@ -129,7 +135,7 @@ def test_neighbours_with_nan_logits_change_nothing():
         forward,
         lambda weights, hidden: jnp.where(hidden[..., 1:2] == poison, jnp.nan, unembed(weights, hidden)),
         limits=LIMITS,
-        features=FEATURES,
+        features=TOKENS,
     )
     requests, cache = _admit_all(4, [2, 0], [2, 3])
     params, stop = js.make_params(LIMITS, seed=9)
@@ -140,7 +146,7 @@ def test_neighbours_with_nan_logits_change_nothing():
     tokens = {0: [], 2: []}
     for index in range(15):
         requests, cache, record = poisoned(WEIGHTS, requests, cache)
-        told = js.unpack(record, FEATURES)
+        told = js.unpack(record, TOKENS)
         if index == 0:
             assert told.status[1] == js.ERROR
             assert told.count[1] == 0
@@ -169,18 +175,19 @@ def test_prefill_in_chunks_leaves_the_cache_of_one_prefill(chunk):
 
 
 def test_a_grammar_mask_given_to_the_step_holds():
+    step = js.make_decode_step(forward, unembed, limits=LIMITS, features=TOKENS)
     requests, cache = _admit_all(1, [0], [0])
     allowed = np.zeros((1, LIMITS.num_words), np.uint32)
     allowed[0, 2] = 0b1010
     for _ in range(6):
         requests, cache, record = step(WEIGHTS, requests, cache, allowed)
-        assert int(js.unpack(record, FEATURES).tokens[0, 0]) in (65, 67)
+        assert int(js.unpack(record, TOKENS).tokens[0, 0]) in (65, 67)
 
 
 @functools.cache
 def _compiled():
-    """The step for two slots, compiled, and the bytes of its state."""
-    requests, cache = _admit_all(2, [0, 1], [0, 1])
+    """The step for all requests, compiled, and the bytes of its state."""
+    requests, cache = _admit_all(len(REQUESTS), *[range(len(REQUESTS))] * 2)
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((requests, cache)))
     return step.lower(WEIGHTS, requests, cache).compile(), state_bytes
 
@@ -196,10 +203,10 @@ def test_the_program_holds_no_predicate_for_the_host():
 
 def test_state_is_updated_in_place_and_the_host_gets_one_array():
     compiled, state_bytes = _compiled()
-    requests, cache = _admit_all(2, [0, 1], [0, 1])
+    requests, cache = _admit_all(len(REQUESTS), *[range(len(REQUESTS))] * 2)
     assert compiled.memory_analysis().alias_size_in_bytes == state_bytes
     _, _, record = compiled(WEIGHTS, requests, cache)
-    assert record.shape == (2, 4 + 1 + 1 + 1 + 2 * 4)
+    assert record.shape == (len(REQUESTS), 4 + 1 + 1 + 1 + 2 * 4)
     assert record.dtype == jnp.int32
 
 
@@ -245,7 +252,7 @@ def test_many_steps_in_one_launch_are_the_steps_one_by_one():
     requests, cache = _admit_all(len(slots), slots, slots)
     records = []
     for _ in range(num_steps):
-        requests, cache, record = step(WEIGHTS, requests, cache)
+        requests, cache, record = _compiled()[0](WEIGHTS, requests, cache)
         records.append(np.asarray(record))
     again = many(WEIGHTS, *_admit_all(len(slots), slots, slots))
     np.testing.assert_array_equal(np.asarray(again[2]), np.stack(records))

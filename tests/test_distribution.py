@@ -74,8 +74,13 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_tokens_follow_the_distribution_over_a_million_draws(name):
-    num_chunks = NUM_CHUNKS if name in list(REQUESTS)[:2] else 1
+def test_tokens_follow_the_distribution(name):
+    """2^20 draws unfiltered, 2^18 under all filters, 2^16 under one.
+
+    Relative errors of the tokens' probabilities of 0.9 % (100 tokens), 1.5 % (40) and at most 3.1 % (100), root mean
+    square, fail with probability 0.9.
+    """
+    num_chunks = {"unfiltered": NUM_CHUNKS, "temperature, top-k, top-p and min-p": 4}.get(name, 1)
     by = "positions" if name == "top-k" else "seeds"
     features = PLAIN if name == "unfiltered" else FEATURES
     assert (
@@ -106,15 +111,6 @@ def test_tokens_of_probability_one_in_a_million_appear_at_their_rate():
     assert within_poisson(rare.sum(), tokens.size * 99e-6)
     assert (rare > 0).sum() > 40
     assert rare.max() <= scipy.stats.poisson.isf(ALPHA / 99, tokens.size * 1e-6)
-
-
-@pytest.mark.slow
-def test_one_token_of_probability_one_in_a_million_appears_at_its_rate():
-    probs = np.full(100, 1e-30)
-    probs[3], probs[77] = 1 - 1e-6, 1e-6
-    tokens = draws(np.log(probs), {}, 5000, num_chunks=160, features=PLAIN)
-    assert set(np.unique(tokens)) == {3, 77}
-    assert within_poisson((tokens == 77).sum(), tokens.size * 1e-6)
 
 
 def independent(first, second):

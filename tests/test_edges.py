@@ -113,8 +113,9 @@ def test_a_bad_row_reports_no_top_tokens():
     params, _ = js.stack_rows([js.make_params(LIMITS, seed=1, logprobs=3)] * 2)
     logits = np.zeros((2, 40), np.float32)
     logits[1, 7] = np.nan
-    features = js.Features("filtered", num_logprobs=3)
-    result = js.sample(logits, params, jnp.zeros(2, jnp.int32), limits=LIMITS, features=features)
+    features = js.Features("filtered", full_rows=False, num_logprobs=3)
+    sample = jax.jit(functools.partial(js.sample, limits=LIMITS, features=features))
+    result = sample(logits, params, jnp.zeros(2, jnp.int32))
     assert np.asarray(result.logprobs.top_ids).tolist() == [[0, 1, 2], [js.PAD] * 3]
     assert np.isneginf(np.asarray(result.logprobs.top)[1]).all()
 
@@ -137,10 +138,12 @@ def test_a_callers_shard_map_gives_the_tokens_of_one_device():
     mesh = jax.make_mesh(
         (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
     )
-    params, _ = js.stack_rows([js.make_params(LIMITS, seed=i, top_p=0.8, logprobs=2) for i in range(4)])
+    params, _ = js.stack_rows(
+        [js.make_params(LIMITS, seed=i, top_k=30, top_p=0.8, logprobs=2) for i in range(4)]
+    )
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, 40)) * 3, jnp.float32)
     position = jnp.arange(4, dtype=jnp.int32)
-    features = js.Features("filtered", num_logprobs=2)
+    features = js.Features("filtered", full_rows=False, num_logprobs=2)
     sample = functools.partial(js.sample, limits=LIMITS, features=features)
     rows = jax.sharding.PartitionSpec("x")
     sharded = jax.shard_map(sample, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)

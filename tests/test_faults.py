@@ -162,7 +162,7 @@ def stream(seed_rows, num_tokens, num_rows=3, row=0):
             np.zeros((num_rows, batches.WIDTH), np.float32),
             requests,
             batches.LIMITS,
-            RAW,
+            PROCESSED,
             position=np.full(num_rows, position),
         )
         tokens.append(int(result.tokens[row]))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxsample import LENGTH, finish_reason
-from models.fetch import fetch_smollm2
 from models.generation import Request, generate
 from models.load import load
 from models.presets import PRESETS
@@ -295,40 +294,3 @@ def test_the_script_runs_from_any_folder_and_shows_no_traceback(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f"error: {tmp_path / 'nowhere.gguf'}: no such file or folder\n"
-
-
-@pytest.mark.slow
-def test_smollm2_gives_transformers_tokens_and_logprobs():
-    expected = json.loads((DATA / "smollm2_expected.json").read_text())
-    model = load(fetch_smollm2(), np.float32)
-    requests = []
-    for prompt in expected:
-        text = prompt["text"] if prompt["kind"] == "plain" else model.text.render(prompt["messages"])
-        assert text == prompt["text"]
-        ids = model.text.encode(text)
-        assert ids == prompt["ids"]
-        assert (
-            model.text.tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False)
-            == prompt["greedy_text"]
-        )
-        requests.append(
-            Request(ids, {"temperature": 0.0, "max_tokens": 48, "logprobs": 20, "prompt_logprobs": 20})
-        )
-    replies, _ = generate(model.config, model.weights, requests)
-    with np.load(DATA / "smollm2_expected.npz") as file:
-        vectors = dict(file)
-    for index, reply in enumerate(replies):
-        top_ids, top = vectors[f"top20_ids_{index}"], vectors[f"top20_logprobs_{index}"]
-        error = tolerance(model.config, top)
-        entries = [*reply.prompt_logprobs[1:], reply.samples[0].logprobs[0]]
-        for position, entry in enumerate(entries):
-            actual = dict(entry.top)
-            for token, value in zip(top_ids[position].tolist(), top[position]):
-                # The last of the twenty may be another token where two are nearly equal.
-                assert abs(actual.get(token, top[position, -1]) - value) <= error
-        clear = np.cumprod(vectors[f"greedy_top2_gap_{index}"] > 2 * error) > 0
-        assert clear.mean() > 0.9
-        sample = reply.samples[0]
-        assert (np.array(sample.token_ids) == vectors[f"greedy_ids_{index}"])[clear].all()
-        logprobs = np.array([entry.logprob for entry in sample.logprobs])
-        assert np.abs(logprobs - vectors[f"greedy_logprobs_{index}"])[clear].max() <= error

@@ -1,25 +1,45 @@
 """scripts/generate.py with drafts: the same text, and figures that add up."""
 
+import contextlib
+import functools
+import io
 import json
 
 import numpy as np
 import pytest
 
-from jaxsample import verify_tree_points
-from models.fetch import fetch_smollm2
-from models.generation import Request, generate
+from jaxsample import (
+    Features,
+    Limits,
+    verify_block,
+    verify_match,
+    verify_rejection,
+    verify_tree_distinct,
+    verify_tree_points,
+)
 from models.load import load
 from models.speculation import Speculation, prepare, spread_tree
 from scripts.generate import main
 from tests.test_generate import checkpoint, json_lines, user_cache  # noqa: F401
-from tests.test_models import DATA, tolerance
+from tests.test_models import DATA
 
 _BASE = ["--max-tokens", "14", "--json", "--raw", "--logprobs", "1"]
+_GREEDY = {"temperature": 0}
+_SAMPLED = {"temperature": 0.9, "seed": 3, "top_k": 40, "repetition_penalty": 1.2}
+_PROMPTS = ("abcabcabcabc", "xyxyxyxy")
 
 
-def _run(capsys, folder, *flags):
-    assert main(["abcabcabcabc", "xyxyxyxy", "--model", str(folder), *_BASE, *flags]) == 0
-    return json_lines(capsys.readouterr().out)
+@functools.cache
+def _run(folder, sampled, *flags):
+    """Records of two greedy requests, and of two sampled ones behind them; one run of the script a set of flags."""
+    kinds = [_GREEDY, _SAMPLED] if sampled else [_GREEDY]
+    lines = [json.dumps({"prompt": prompt, **kind}) for kind in kinds for prompt in _PROMPTS]
+    path = folder.parent / f"drafts_{sampled}.jsonl"
+    path.write_text("\n".join(lines))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["--batch-file", str(path), "--model", str(folder), *_BASE, *flags]) == 0
+    return json_lines(out.getvalue())
 
 
 def _plain(records):
@@ -37,31 +57,25 @@ def _same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("verify", "drafter"), [("match", "ngram"), ("block", "ngram"), ("match", "draft"), ("tree", "draft")]
+    ("verify", "drafter", "num_drafts"), [("match", "ngram", 3), ("match", "draft", 2), ("tree", "draft", 3)]
 )
-def test_greedy_text_is_that_of_plain_decoding(checkpoint, capsys, verify, drafter):  # noqa: F811
+def test_text_is_that_of_plain_decoding(checkpoint, verify, drafter, num_drafts):  # noqa: F811
+    """Greedy text from either verifier, and under `match`, which draws as the model would, sampled text too."""
     where = "ngram" if drafter == "ngram" else f"draft:{checkpoint}"
-    greedy = ["--temperature", "0"]
-    plain = _run(capsys, checkpoint, *greedy)
-    drafts = ["--speculate", where, "--verify", verify, "--num-draft", "3"]
-    drafted = _run(capsys, checkpoint, *greedy, *drafts)
-    _same(drafted, plain)
+    sampled = verify == "match"
+    plain = _run(checkpoint, True)
+    drafts = ["--speculate", where, "--verify", verify, "--num-draft", str(num_drafts)]
+    drafted = _run(checkpoint, sampled, *drafts)
+    assert len(drafted) == (4 if sampled else 2)
+    _same(drafted, plain[: len(drafted)])
     stats = drafted[0]["stats"]
     assert stats["drafted"] > 0
     assert stats["windows"] + stats["accepted"] == stats["generated_tokens"]
     assert stats["writes_avoided"] == stats["drafted"] - stats["accepted"]
-    assert len(stats["acceptance_by_position"]) <= 3
+    assert len(stats["acceptance_by_position"]) <= num_drafts
     if drafter == "draft" and verify == "match":
         # The draft model is the model itself.
         assert stats["acceptance_length"] > 2
-
-
-def test_matched_drafts_leave_sampled_text_unchanged(checkpoint, capsys):  # noqa: F811
-    sampled = ["--temperature", "0.9", "--seed", "3", "--top-k", "40", "--repetition-penalty", "1.2"]
-    plain = _run(capsys, checkpoint, *sampled)
-    drafted = _run(capsys, checkpoint, *sampled, "--speculate", f"draft:{checkpoint}", "--num-draft", "2")
-    _same(drafted, plain)
-    assert drafted[0]["stats"]["acceptance_length"] > 1.5
 
 
 @pytest.mark.parametrize(
@@ -90,8 +104,22 @@ def test_a_draft_model_of_another_vocabulary_is_refused():
         prepare(asked, small.config.vocab_size, None, None)
 
 
-def test_ngrams_under_tree_verification_are_point_masses():
-    assert prepare(Speculation(2, "tree"), 100, None, None).verify is verify_tree_points
+@pytest.mark.parametrize(
+    ("verify", "of_ngrams", "of_a_model"),
+    [
+        ("match", verify_match, verify_match),
+        ("rejection", verify_rejection, verify_rejection),
+        ("block", verify_block, verify_block),
+        ("tree", verify_tree_points, verify_tree_distinct),  # n-grams are point masses
+    ],
+)
+def test_each_name_is_its_verifier(verify, of_ngrams, of_a_model):
+    model = load(DATA / "qwen2_tied", np.float32)
+    draft = (model.config, model.weights)
+    limits, features = Limits(model.config.vocab_size), Features()
+    for drafts, verifier in ((None, of_ngrams), (draft, of_a_model)):
+        asked = Speculation(2, verify, drafts)
+        assert prepare(asked, model.config.vocab_size, limits, features).verify is verifier
 
 
 @pytest.mark.parametrize(("num_drafts", "depth"), [(1, 1), (3, 2), (4, 3), (8, 6), (16, 11)])
@@ -99,26 +127,3 @@ def test_the_tree_of_k_proposals_has_k_of_them(num_drafts, depth):
     tree = spread_tree(num_drafts)
     assert tree.num_nodes == num_drafts + 1
     assert tree.max_depth == depth
-
-
-@pytest.mark.slow
-def test_smollm2_with_ngrams_writes_its_own_greedy_text():
-    model = load(fetch_smollm2(), np.float32)
-    texts = [
-        "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3,",
-        "The cat sat on the mat. The dog sat on the",
-        json.dumps({"a": [1, 2], "b": [1, 2], "c": [1, 2]})[:-1],
-    ]
-    wishes = {"temperature": 0.0, "max_tokens": 32, "logprobs": 2}
-    requests = [Request(model.text.encode(text), wishes) for text in texts]
-    plain, _ = generate(model.config, model.weights, requests)
-    drafted, timing = generate(model.config, model.weights, requests, speculation=Speculation(4, "match"))
-    assert sum(timing.accepted_at) > 10
-    for one, other in zip(drafted, plain, strict=True):
-        expected = other.samples[0]
-        top = np.array([[value for _, value in entry.top] for entry in expected.logprobs])
-        error = tolerance(model.config, top)
-        clear = np.cumprod(top[:, 0] - top[:, 1] > 2 * error) > 0
-        assert clear.mean() > 0.5
-        num_clear = int(clear.sum())
-        assert one.samples[0].token_ids[:num_clear] == expected.token_ids[:num_clear]

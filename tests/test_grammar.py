@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import llguidance
 import llguidance.numpy
 import numpy as np
-import pytest
 import tokenizers
 
 import jaxsample as js
@@ -27,6 +26,7 @@ SCHEMA = json.dumps(
     }
 )
 NUM_SLOTS = 6
+admit = jax.jit(js.admit, static_argnames="limits")
 
 
 def _byte_tokenizer():
@@ -69,7 +69,7 @@ def _admitted(limits, vocab_size, requests_of_slots):
     prompts = np.ones((num_slots, 1), np.int32)
     lengths, slots = np.ones(num_slots, np.int32), np.arange(num_slots, dtype=np.int32)
     empty = js.empty_requests(limits, num_slots)
-    requests = js.admit(empty, slots, params, stop, prompts, lengths, limits=limits)
+    requests = admit(empty, slots, params, stop, prompts, lengths, limits=limits)
     return requests, js.required_features(params, stop, limits=limits, grammar=True)
 
 
@@ -113,42 +113,3 @@ def test_rows_with_a_grammar_write_json_and_free_rows_are_what_they_are_alone():
     requests, _ = _admitted(limits, vocab_size, [{"seed": 99}] * (NUM_SLOTS - 1) + [asked[-1]])
     alone, _ = generate(step, weights, requests, init_lookup_cache(NUM_SLOTS, 200), features, {}, 190)
     assert outputs[-1] == alone[-1]
-
-
-@pytest.mark.slow
-def test_smollm2_writes_json_under_a_schema():
-    from models.decoder import decoder_functions
-    from models.fetch import fetch_smollm2
-    from models.load import load
-
-    model = load(fetch_smollm2(), jnp.float32)
-    forward, unembed = decoder_functions(model.config)
-    tokenizer = model.text.tokenizer
-    end = model.text.eos_token_ids[0]
-    limits = js.Limits(model.config.vocab_size, max_length=160)
-    prompt = tokenizer.encode("A person in JSON, with name, age and tags: ", add_special_tokens=False).ids
-    asked = {"eos_token_ids": [end], "max_tokens": 80, "top_p": 0.95}
-    params, stop = js.stack_rows(
-        [js.make_params(limits, temperature=t, seed=s, **asked) for s, t in enumerate((0.0, 0.8))]
-    )
-    features = js.required_features(params, stop, limits=limits, grammar=True)
-    prompts, lengths = np.asarray([prompt, prompt], np.int32), np.full(2, len(prompt), np.int32)
-    slots = np.arange(2, dtype=np.int32)
-    requests = js.admit(js.empty_requests(limits, 2), slots, params, stop, prompts, lengths, limits=limits)
-    shape = model.config
-    cache = js.init_cache(
-        shape.num_layers, 2, limits.max_length, shape.num_kv_heads, shape.head_size, jnp.float32
-    )
-    cache = js.make_prefill(forward, limits)(
-        model.weights, cache, prompts[:, :-1], np.zeros(2, np.int32), lengths - 1
-    )
-    step = js.make_decode_step(forward, unembed, limits=limits, features=features)
-    ll_tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=limits.vocab_size, eos_token=end)
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
-    matchers = {slot: llguidance.LLMatcher(ll_tokenizer, grammar) for slot in range(2)}
-    outputs, status = generate(step, model.weights, requests, cache, features, matchers, 81)
-    for slot in range(2):
-        assert status[slot] == js.STOP_EOS
-        value = json.loads(tokenizer.decode(outputs[slot][:-1]))
-        assert set(value) == {"name", "age", "tags"}
-    jax.clear_caches()

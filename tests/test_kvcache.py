@@ -153,10 +153,10 @@ def test_windows_leave_the_cache_that_single_tokens_leave(dtype):
         # One more row than is accepted, as a rejected proposal would be.
         path = jnp.tile(jnp.arange(width, dtype=jnp.int32), (ROWS, 1))
         at, count = jnp.full(ROWS, start, jnp.int32), jnp.full(ROWS, width, jnp.int32)
-        several = commit(several, nodes(start, start + width + 1), at, path, count)
+        several = _commit(several, nodes(start, start + width + 1), at, path, count)
     for slot in range(SLOTS):
         at, path = jnp.full(ROWS, slot, jnp.int32), jnp.zeros((ROWS, 1), jnp.int32)
-        one_by_one = commit(one_by_one, nodes(slot, slot + 1), at, path, jnp.ones(ROWS, jnp.int32))
+        one_by_one = _commit(one_by_one, nodes(slot, slot + 1), at, path, jnp.ones(ROWS, jnp.int32))
     for got, expected in zip(_bits(several), _bits(one_by_one), strict=True):
         np.testing.assert_array_equal(got, expected)
 

@@ -22,7 +22,7 @@ from jaxsample import (
 from tests import laws, reference_verify
 
 ALPHA = 1e-4  # of each test; with fixed seeds a test passes always or never
-CHUNK = 1 << 14
+CHUNK = 1 << 11  # rows a call: their noise fits the processor's cache
 LENGTH = 3  # tokens looked at: one to three steps
 FIRST_POSITION = 5
 TREE = from_paths([(0, 0), (0, 1), (1, 0)])
@@ -97,25 +97,34 @@ def emitted(verify, tree, drafter, targets, tables, num_seeds, length=LENGTH):
     pad = [(0, 0), (0, laws.VOCAB - log_target.shape[1]), (0, 0)]
     log_target, log_table = (np.pad(array, pad) for array in (log_target, log_table))
     which = np.repeat(np.arange(num_laws, dtype=np.int32), num_seeds)
-    number = np.arange(which.size)
-    result, accepted = np.full((which.size, length), -1, np.int32), np.zeros(which.size)
-    for start in range(0, which.size, CHUNK):
-        rows = slice(start, start + CHUNK)
-        seed = laws.seeds(number[rows] + 1000)
-        root, position = np.zeros(CHUNK, np.int32), np.full(CHUNK, FIRST_POSITION, np.int32)
-        out, filled = result[rows], np.zeros(CHUNK, np.int64)
-        for step in range(length):
-            verdict, root, position = one_step(
-                verify, tree, drafter, log_target, log_table, which[rows], root, position, seed
+    seed = laws.seeds(np.arange(which.size) + 1000)
+    root, position = np.zeros(which.size, np.int32), np.full(which.size, FIRST_POSITION, np.int32)
+    result, filled = np.full((which.size, length), -1, np.int32), np.zeros(which.size, np.int64)
+    accepted = np.zeros(which.size)
+    for step in range(length):
+        short = np.flatnonzero(filled < length)
+        for start in range(0, short.size, CHUNK):
+            rows = short[start : start + CHUNK]
+            padded = np.resize(rows, CHUNK)  # the last call repeats rows, so that one program serves
+            verdict, last, after = one_step(
+                verify,
+                tree,
+                drafter,
+                log_target,
+                log_table,
+                *(array[padded] for array in (which, root, position, seed)),
             )
-            tokens, count = np.asarray(verdict.tokens), np.asarray(verdict.count)
+            tokens, count, last, after = (
+                np.asarray(leaf)[: rows.size] for leaf in (verdict.tokens, verdict.count, last, after)
+            )
             if step == 0:
                 accepted[rows] = count - 1
             assert (count > 0).all()
             for column in range(tokens.shape[1]):
-                lands = (column < count) & (filled + column < length)
-                out[np.flatnonzero(lands), (filled + column)[lands]] = tokens[lands, column]
-            filled += count
+                lands = (column < count) & (filled[rows] + column < length)
+                result[rows[lands], filled[rows[lands]] + column] = tokens[lands, column]
+            filled[rows] += count
+            root[rows], position[rows] = last, after
     shape = (num_laws, num_seeds)
     return result.reshape(*shape, length), accepted.reshape(shape).mean(axis=1)
 
@@ -159,7 +168,6 @@ def markov_laws(seed=0):
 
 
 RUNS = {
-    "rejection, one draft": (verify_rejection, chain(1), independent),
     "rejection, two drafts": (verify_rejection, chain(2), independent),
     "block, two drafts": (verify_block, chain(2), independent),
     "rejection, two fixed drafts": (verify_rejection, chain(2), likeliest),
@@ -182,14 +190,19 @@ def check(name, num_seeds):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_emitted_tokens_have_the_law_of_the_target(name):
-    check(name, 1 << 13)  # 2^16 seeds for the eight laws
+    """2^17 seeds for the eight laws.
+
+    Relative errors of the sequences' probabilities of 6 % (V = 3) or 8 % (V = 5), root mean square, in any one of
+    the eight laws, fail with probability 0.9: 3 or 4 % of the mass moved from one half of the sequences to the other.
+    """
+    check(name, 1 << 14)
 
 
-# One run a verifier with drawn drafts; the other programs are held at 2^16 seeds above.
+# Block verification looks ahead and carries its noise from step to step: it has the most that could be slightly off.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUNS if "fixed" not in name and "one" not in name])
-def test_emitted_tokens_have_the_law_of_the_target_over_a_million_seeds(name):
-    check(name, 1 << 17)  # 2^20 seeds for the eight laws
+def test_block_verification_has_the_law_of_the_target_over_a_million_seeds():
+    """2^20 seeds for the eight laws: relative errors of 2 % (V = 3) or 3 % (V = 5) fail, in the sense above."""
+    check("block, two drafts", 1 << 17)
 
 
 def test_draft_noise_keyed_by_the_proposals_own_position_would_be_biased():
