@@ -19,10 +19,11 @@ hypothesis.settings.load_profile("jaxsample")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests marked `gpu` where jax has no GPU."""
-    if jax.default_backend() == "gpu":
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Leave out the tests marked `gpu` where jax has no GPU, and those marked `large` unless -m names them."""
+    left_out = [] if jax.default_backend() == "gpu" else ["gpu"]
+    left_out += [] if "large" in config.option.markexpr else ["large"]
+    is_dropped = lambda item: any(item.get_closest_marker(name) for name in left_out)
+    dropped = [item for item in items if is_dropped(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not is_dropped(item)]

@@ -32,7 +32,7 @@ def expected(program, num_rows):
         ("served", 8, "explicit", dict(data=2, tensor=3), "tensor", "data"),
         ("plain", 64, "explicit", dict(x=4), "x", ()),
         ("plain", 3, "auto", dict(a=2, b=2), ("b", "a"), ()),
-        pytest.param("plain", 1, "auto", dict(x=1), "x", (), marks=pytest.mark.slow),
+        pytest.param("plain", 1, "auto", dict(x=1), "x", (), marks=pytest.mark.large),
     ],
 )
 def test_tokens_are_those_of_one_device(program, num_rows, kind, sizes, axis, batch_axis):

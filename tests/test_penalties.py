@@ -14,6 +14,7 @@ from jaxsample.shaping import shape
 from tests import batches, mixes, reference
 
 DATA = Path(__file__).parent / "data" / "penalties.npz"
+run_shape = jax.jit(shape, static_argnames=("limits", "features"))
 
 
 def shaped_rows(logits, requests, limits, prompts=None, outputs=None, grammar=None):
@@ -21,7 +22,7 @@ def shaped_rows(logits, requests, limits, prompts=None, outputs=None, grammar=No
     num_rows = len(logits)
     params, stop = stack_rows([make_params(limits, **{"seed": 0, **request}) for request in requests])
     state = batches.history_of(limits, prompts or [[]] * num_rows, outputs or [[]] * num_rows)
-    result = jax.jit(shape, static_argnames=("limits", "features"))(
+    result = run_shape(
         np.asarray(logits),
         params,
         np.zeros(num_rows, np.int32),
@@ -123,9 +124,9 @@ def test_every_token_of_a_step_counts():
     limits = Limits(vocab_size=10, max_length=16)
     request = dict(frequency_penalty=0.5, min_tokens=3, eos_token_ids=[2])
     params, stop = make_params(limits, seed=0, **request)
-    state = history_module.start(limits, *batches.ragged([[9]]))
+    state = batches.history_of(limits, [[9]], [[]])
     shaped = lambda state: np.asarray(
-        shape(
+        run_shape(
             np.zeros((1, 10), np.float32),
             params,
             np.zeros(1, np.int32),
@@ -136,7 +137,8 @@ def test_every_token_of_a_step_counts():
         ).logits
     )[0, :10]
     assert shaped(state)[2] == -np.inf
-    state = history_module.append(state, np.array([[4, 4, 5, 7]], np.int32), np.array([3], np.int32))
+    append = jax.jit(history_module.append)
+    state = append(state, np.array([[4, 4, 5, 7]], np.int32), np.array([3], np.int32))
     assert shaped(state).tolist() == [0, 0, 0, 0, -1.0, -0.5, 0, 0, 0, 0]
     assert np.asarray(state.num_emitted).tolist() == [3]
 

@@ -60,7 +60,7 @@ def filled_cache(config, repeated=1):
     [
         ("llama", "data=2,tensor=3", False),
         ("qwen2", "tensor=6", False),  # three key-value heads, each on two devices
-        pytest.param("qwen3", "data=2,tensor=3", True, marks=pytest.mark.slow),
+        pytest.param("qwen3", "data=2,tensor=3", True, marks=pytest.mark.large),
         ("qwen3", "tensor=6", True),
     ],
 )
@@ -82,7 +82,7 @@ def test_logits_on_a_mesh_are_those_of_one_device_to_rounding(family, mesh, join
     assert np.abs(logits_of(placed, split, cache) - expected).max() <= tolerance(config, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_repeated_heads_are_the_same_model():
     config, weights = FAMILIES["qwen2"], weights_of("qwen2")
     wider, repeated = repeat_kv_heads(config, weights, 4)
@@ -94,7 +94,7 @@ def test_repeated_heads_are_the_same_model():
 
 @pytest.mark.parametrize(
     ("mesh", "drafts"),
-    [("data=2,tensor=3", False), pytest.param("data=3,tensor=2", True, marks=pytest.mark.slow)],
+    [("data=2,tensor=3", False), pytest.param("data=3,tensor=2", True, marks=pytest.mark.large)],
 )
 def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, drafts):
     family = "qwen2" if drafts else "llama"

@@ -11,6 +11,8 @@ import jaxsample as js
 
 V = 12
 LIMITS = js.Limits(V, max_length=20)
+_admit, _finish = (jax.jit(run, static_argnames="limits") for run in (js.admit, js.finish))
+_advance, _empty = jax.jit(js.advance), jax.jit(js.empty_requests, static_argnums=(0, 1))
 
 
 def _batch(*rows, prompts=None):
@@ -23,8 +25,8 @@ def _batch(*rows, prompts=None):
     params, stop = js.stack_rows([js.make_params(LIMITS, **{"seed": 0, **row}) for row in rows])
     slots = np.arange(len(rows), dtype=np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    empty = js.empty_requests(LIMITS, len(rows))
-    return js.admit(empty, slots, params, stop, padded, lengths, limits=LIMITS)
+    empty = _empty(LIMITS, len(rows))
+    return _admit(empty, slots, params, stop, padded, lengths, limits=LIMITS)
 
 
 def _verdict(*rows):
@@ -32,15 +34,15 @@ def _verdict(*rows):
     tokens = np.full((len(rows), width), js.PAD, np.int32)
     for row, out in enumerate(rows):
         tokens[row, : len(out)] = out
-    count = jnp.asarray([len(out) for out in rows], jnp.int32)
-    path = jnp.tile(jnp.arange(width, dtype=jnp.int32)[None], (len(rows), 1))
-    accepted = jnp.arange(1, width)[None] < count[:, None]
-    return js.Verdict(jnp.asarray(tokens), count, path, accepted)
+    count = np.asarray([len(out) for out in rows], np.int32)
+    path = np.tile(np.arange(width, dtype=np.int32)[None], (len(rows), 1))
+    accepted = np.arange(1, width)[None] < count[:, None]
+    return jax.tree.map(jnp.asarray, js.Verdict(tokens, count, path, accepted))
 
 
 def _step(requests, *rows):
-    verdict, status = js.finish(requests, _verdict(*rows), limits=LIMITS)
-    return js.advance(requests, verdict, status), verdict
+    verdict, status = _finish(requests, _verdict(*rows), limits=LIMITS)
+    return _advance(requests, verdict, status), verdict
 
 
 def _output(requests, row):
@@ -88,9 +90,9 @@ def test_a_reused_slot_starts_clean():
     requests = js.release(requests, slot)
     assert int(requests.status[0]) == js.IDLE
     prompt, length = np.array([[9, 9]], np.int32), np.array([2], np.int32)
-    again = js.admit(requests, slot, params, stop, prompt, length, limits=LIMITS)
-    empty = js.empty_requests(LIMITS, 1)
-    fresh = js.admit(empty, slot, params, stop, prompt, length, limits=LIMITS)
+    again = _admit(requests, slot, params, stop, prompt, length, limits=LIMITS)
+    empty = _empty(LIMITS, 1)
+    fresh = _admit(empty, slot, params, stop, prompt, length, limits=LIMITS)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(fresh), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     again, _ = _step(again, [2])
@@ -184,7 +186,7 @@ def test_padding_slots_are_dropped_and_bad_prompt_lengths_end_in_error():
     prompts = np.zeros((4, LIMITS.max_length + 1), np.int32)
     lengths = np.array([1, 0, LIMITS.max_length + 1, 1], np.int32)
     slots = np.array([-1, 0, 1, 9], np.int32)
-    requests = js.admit(js.empty_requests(LIMITS, 3), slots, params, stop, prompts, lengths, limits=LIMITS)
+    requests = _admit(_empty(LIMITS, 3), slots, params, stop, prompts, lengths, limits=LIMITS)
     np.testing.assert_array_equal(np.asarray(requests.status), [js.ERROR, js.ERROR, js.IDLE])
 
 

@@ -55,9 +55,7 @@ def whole(mode):
     return bits(batches.sample_rows(**hostile_batch(), limits=LIMITS, features=MODES[mode]))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "mode"), [(1, "processed"), (3, "processed"), (8, "processed"), (1, "raw")]
-)
+@pytest.mark.parametrize(("num_rows", "mode"), [(1, "processed"), (8, "processed"), (1, "raw")])
 def test_a_row_has_the_bits_it_has_in_any_smaller_batch(num_rows, mode):
     order = np.random.default_rng(num_rows).permutation(64)
     for start in range(0, 64, num_rows):
@@ -157,7 +155,7 @@ def test_leaving_out_full_rows_where_allowed_changes_no_bit(filter_order):
 def test_the_number_of_candidates_changes_no_token():
     batch = batch_of("filtered", np.random.default_rng(4))
     results = []
-    for num_candidates in (8, 32, 512):
+    for num_candidates in (8, 512):
         features = dataclasses.replace(MODES["raw"], tier="filtered", num_candidates=num_candidates)
         results.append(bits(batches.sample_rows(**batch, limits=LIMITS, features=features)))
     assert all(result == results[0] for result in results)

@@ -107,10 +107,10 @@ def run_on(placed, drafts):
 @pytest.mark.parametrize(
     ("drafts", "kind", "sizes", "axis", "batch_axis"),
     [
-        pytest.param(False, "auto", dict(x=3), "x", (), marks=pytest.mark.slow),
+        pytest.param(False, "auto", dict(x=3), "x", (), marks=pytest.mark.large),
         (False, "explicit", dict(data=2, tensor=4), "tensor", "data"),
-        pytest.param(True, "auto", dict(data=2, tensor=3), "tensor", "data", marks=pytest.mark.slow),
-        pytest.param(True, "explicit", dict(x=2), ("x",), (), marks=pytest.mark.slow),
+        pytest.param(True, "auto", dict(data=2, tensor=3), "tensor", "data", marks=pytest.mark.large),
+        pytest.param(True, "explicit", dict(x=2), ("x",), (), marks=pytest.mark.large),
     ],
 )
 def test_steps_give_records_and_state_of_one_device(drafts, kind, sizes, axis, batch_axis):
@@ -199,7 +199,7 @@ VERIFIERS = {
 
 
 SLOW = ("match", "rejection", "tree distinct", "tree points")
-ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VERIFIERS]
+ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.large] * (name in SLOW)) for name in VERIFIERS]
 
 
 @pytest.mark.parametrize("name", ALL_VERIFIERS)

@@ -107,7 +107,7 @@ def sampled_in_a_loop(logits, params, position, num_steps, **placed):
     return jax.lax.while_loop(lambda state: state[0] < num_steps, step, (jnp.int32(0), start, out))[2]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("auto", marks=pytest.mark.large), "explicit"])
 def test_inside_a_while_loop_of_the_callers(kind):
     looped = jax.jit(sampled_in_a_loop, static_argnames=("mesh", "axis"))
     expected = looped(*loop_arguments(), 8)
@@ -117,7 +117,7 @@ def test_inside_a_while_loop_of_the_callers(kind):
 
 @pytest.mark.parametrize(
     ("program", "kind"),
-    [pytest.param("full", "auto", marks=pytest.mark.slow), ("plain", "explicit")],
+    [pytest.param("full", "auto", marks=pytest.mark.large), ("plain", "explicit")],
 )
 def test_inside_a_shard_map_of_the_callers(program, kind):
     mesh = mesh_of(kind, data=2, tensor=4)
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused():
         sample(logits, params, position, mesh=mesh_of(x=2), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_large_vocabulary_gives_the_results_of_one_device(kind):
     limits = dataclasses.replace(LIMITS, vocab_size=151936)
