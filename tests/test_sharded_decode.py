@@ -198,8 +198,8 @@ VERIFIERS = {
 }
 
 
-SLOW = ("match", "rejection", "tree distinct", "tree points")
-ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.large] * (name in SLOW)) for name in VERIFIERS]
+LARGE = ("match", "rejection", "tree replaced", "tree distinct", "tree points")
+ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.large] * (name in LARGE)) for name in VERIFIERS]
 
 
 @pytest.mark.parametrize("name", ALL_VERIFIERS)
