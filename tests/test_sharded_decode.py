@@ -108,7 +108,7 @@ def run_on(placed, drafts):
     ("drafts", "kind", "sizes", "axis", "batch_axis"),
     [
         pytest.param(False, "auto", dict(x=3), "x", (), marks=pytest.mark.large),
-        (False, "explicit", dict(data=2, tensor=4), "tensor", "data"),
+        pytest.param(False, "explicit", dict(data=2, tensor=4), "tensor", "data", marks=pytest.mark.slow),
         pytest.param(True, "auto", dict(data=2, tensor=3), "tensor", "data", marks=pytest.mark.large),
         pytest.param(True, "explicit", dict(x=2), ("x",), (), marks=pytest.mark.large),
     ],
@@ -125,6 +125,7 @@ def test_steps_give_records_and_state_of_one_device(drafts, kind, sizes, axis, b
         assert 5 < accepted < drafted
 
 
+@pytest.mark.large
 def test_the_split_step_takes_masks_of_nodes_row_by_row():
     masks = np.zeros((B, 3, LIMITS.num_words), np.uint32)
     masks[:, :, 2] = np.arange(1, B + 1)[:, None]
@@ -153,6 +154,7 @@ def test_a_step_has_one_all_to_all_and_one_all_gather_and_never_gathers_logits()
     assert largest_gather(compiled) < B * PADDED // 4
 
 
+@pytest.mark.large
 def test_steps_in_a_loop_inside_a_shard_map_of_the_callers():
     mesh = mesh_of("explicit", x=3)
 

@@ -60,14 +60,16 @@ def rows_of(tree, rows):
 MESHES = [  # covers the numbers of shards, both kinds of mesh, 2-D meshes, and rows that do not divide
     ("plain", 8, "auto", dict(x=1), "x", ()),
     pytest.param("plain", 64, "explicit", dict(x=2), "x", (), marks=pytest.mark.large),
-    ("served", 8, "auto", dict(x=3), "x", ()),
+    pytest.param("served", 8, "auto", dict(x=3), "x", (), marks=pytest.mark.large),
     ("plain", 3, "explicit", dict(x=4), ("x",), ()),
     ("plain", 1, "auto", dict(x=8), "x", ()),
     ("served", 64, "explicit", dict(data=2, tensor=4), "tensor", "data"),
     pytest.param(
         "plain", 64, "auto", dict(data=4, tensor=2), ("tensor", "data"), (), marks=pytest.mark.large
     ),
-    ("full", 64, "explicit", dict(data=2, tensor=3), ("tensor",), ("data",)),
+    pytest.param(
+        "full", 64, "explicit", dict(data=2, tensor=3), ("tensor",), ("data",), marks=pytest.mark.large
+    ),
 ]
 
 
