@@ -30,7 +30,7 @@ from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.requests import RUNNING, Requests, advance, finish
-from jaxsample.sharding import Axis, keep_layout, map_rows
+from jaxsample.sharding import Axis, axis_size, keep_layout, map_rows, pad_columns
 from jaxsample.target import Target, logprobs_of
 from jaxsample.verify import Verdict, verify_match
 
@@ -294,8 +294,12 @@ def step_parts(
     mesh: Any = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
+    join_axis: Axis = (),
 ) -> StepParts:
-    """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write."""
+    """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write.
+
+    With join_axis = batch_axis verdicts are given to all devices: see `sharding.map_rows`.
+    """
     tree: Tree = ROOT if proposer is None else proposer.tree
 
     def propose(weights, requests: Requests, cache):
@@ -314,7 +318,10 @@ def step_parts(
         with jax.named_scope("forward"):
             hidden, staged = forward(weights, tokens, positions, cache, mask)
         with jax.named_scope("unembed"):
-            return hidden, staged, unembed(weights, hidden)
+            logits = unembed(weights, hidden)
+        if mesh is not None:  # a program that ends here leaves columns that the devices divide
+            logits = pad_columns(logits, axis_size(mesh, axis or ()))
+        return hidden, staged, logits
 
     def judge(logits, requests: Requests, draft, allowed, transform_args):
         """What each row emits, why it ended, and its logprobs; of some rows or of all."""
@@ -338,7 +345,7 @@ def step_parts(
             verdict, status = finish(requests, verdict, limits=limits)
             return (verdict, status, _emitted_logprobs(target, verdict, tree)), ()
 
-    judge_rows = map_rows(judge, mesh, axis, batch_axis)
+    judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
 
     def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
         (draft, draft_staged), (hidden, staged, logits) = drafted, ahead

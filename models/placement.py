@@ -129,3 +129,14 @@ def cache_sharding(config: DecoderConfig, num_rows: int, mesh: Mesh) -> Any:
     specs = cache_specs(config, num_rows, mesh.shape, AXES)
     is_spec = lambda value: isinstance(value, PartitionSpec)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def head_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
+    """How keys or values in pages, [L, pages, page_size, H, D] of floats, lie on the mesh: by head."""
+    by_head = {name: axis for name, axis in AXES.items() if name == "kv_heads"}
+    return NamedSharding(mesh, cache_specs(config, 1, mesh.shape, by_head).keys)  # type: ignore[arg-type]
+
+
+def whole_sharding(mesh: Mesh) -> NamedSharding:
+    """How arrays lie that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
