@@ -94,6 +94,37 @@ def test_repeated_heads_are_the_same_model():
     assert np.abs(found - expected).max() <= tolerance(config, expected)
 
 
+def test_a_vocabulary_that_devices_do_not_divide_is_padded_in_the_head_and_never_gathered():
+    V, B, S = 1000, 6, 8
+    config, mesh = dataclasses.replace(LLAMA, vocab_size=V, tied_embeddings=True), mesh_of("tensor=3")
+    weights = random_weights(config, 3)
+    placed, split = place_model(config, weights, mesh)
+    assert placed.vocab_size == V and split["embedding"]["weight"].shape[0] == 3 * 3 * 128
+
+    limits, features = jaxsample.Limits(V, max_length=S), jaxsample.Features("plain", full_rows=False)
+    params, stop = jaxsample.neutral_params(limits, B)
+    params.temperature[:] = 0
+    slots = np.arange(B, dtype=np.int32)
+    prompts, lengths = 7 * slots[:, None], np.ones(B, np.int32)
+    requests = jaxsample.empty_requests(limits, B)
+    requests = jaxsample.admit(requests, slots, params, stop, prompts, lengths, limits=limits)
+    forward, unembed = decoder_functions(config)
+    cache = jaxsample.init_cache(1, B, S, config.num_kv_heads, config.head_size, jnp.float32)
+    mask = jaxsample.attention_mask(slots * 0, jaxsample.chain(0), S)
+    run = jax.jit(lambda weights: unembed(weights, forward(weights, prompts, prompts * 0, cache, mask)[0]))
+    expected = np.asarray(run(weights)).argmax(axis=2)
+
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = jax.device_put((requests, cache), (whole, cache_sharding(config, B, mesh)))
+    given = dict(limits=limits, features=features, mesh=mesh, axis="tensor")
+    step = jaxsample.make_decode_step(forward, unembed, **given).lower(split, *state).compile()
+    counted = collectives(step)
+    assert (counted["all-to-all"], counted["all-gather"]) == (1, 1)
+    assert largest_gather(step) < B * V // 3
+    *_, record = step(split, *state)
+    np.testing.assert_array_equal(jaxsample.unpack(record, features).tokens, expected)
+
+
 REQUESTS = [
     Request([1, 2, 3], {"temperature": 0, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 1}),
     Request([4], {"seed": 5, "top_k": 9, "temperature": 0.8, "max_tokens": 6, "n": 2}),
@@ -107,12 +138,17 @@ def text_of_one_device(config):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "drafts"),
-    [("data=2,tensor=3", False), pytest.param("data=3,tensor=2", True, marks=pytest.mark.large)],
+    ("mesh", "vocab_size", "drafts"),
+    [
+        ("data=2,tensor=3", 96, False),
+        pytest.param("data=2,tensor=3", 100, False, marks=pytest.mark.large),
+        pytest.param("data=3,tensor=2", 96, True, marks=pytest.mark.large),
+    ],
 )
-def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, drafts):
-    # Two key-value heads on two devices, since three do not go there.
-    config = dataclasses.replace(FAMILIES["qwen2"], num_kv_heads=2) if drafts else FAMILIES["llama"]
+def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, vocab_size, drafts):
+    config = dataclasses.replace(LLAMA, vocab_size=vocab_size)
+    if drafts:  # two key-value heads on two devices, since three do not go there
+        config = dataclasses.replace(FAMILIES["qwen2"], num_kv_heads=2)
     weights = random_weights(config, 3)
     speculation = Speculation(3, "match", (config, weights)) if drafts else None
     placed = dict(mesh=mesh_of(mesh), speculation=speculation)
