@@ -28,7 +28,8 @@ def expected(program, num_rows):
 @pytest.mark.parametrize(
     ("program", "num_rows", "kind", "sizes", "axis", "batch_axis"),
     [
-        ("served", 64, "auto", dict(x=8), "x", ()),
+        # The next test holds the same of the same mesh.
+        pytest.param("served", 64, "auto", dict(x=8), "x", (), marks=pytest.mark.large),
         ("served", 8, "explicit", dict(data=2, tensor=3), "tensor", "data"),
         ("plain", 64, "explicit", dict(x=4), "x", ()),
         ("plain", 3, "auto", dict(a=2, b=2), ("b", "a"), ()),
