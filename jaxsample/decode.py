@@ -25,7 +25,7 @@ from jaxsample.draft import ROOT, Draft, Tree, chain
 from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.logprobs import Logprobs
 from jaxsample.nodes import node_target, take_nodes
-from jaxsample.params import Features, Limits
+from jaxsample.params import PAD, Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
@@ -285,7 +285,7 @@ def step_parts(
             verdict = accept_matching(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
         with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-        return (verdict, status, jax.tree.map(lambda leaf: leaf[:, None], sampled.logprobs)), ()
+        return (verdict, status, _drawn_logprobs(sampled.logprobs, verdict.tokens)), ()
 
     if draw is None:
         judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
@@ -329,3 +329,16 @@ def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs 
         target = take_nodes(target, verdict.path, tree.num_nodes)
     logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
     return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)
+
+
+def _drawn_logprobs(logprobs: Logprobs | None, tokens) -> Logprobs | None:
+    """Logprobs [B] of drawn tokens as those of emitted ones, i32[B, 1]: PAD has none."""
+    if logprobs is None:
+        return None
+    there, told = tokens >= 0, jax.tree.map(lambda leaf: leaf[:, None], logprobs)
+    return Logprobs(
+        token=jnp.where(there, told.token, -jnp.inf),
+        rank=jnp.where(there, told.rank, 0),
+        top_ids=jnp.where(there[:, :, None], told.top_ids, PAD),
+        top=jnp.where(there[:, :, None], told.top, -jnp.inf),
+    )
