@@ -225,8 +225,8 @@ def test_steps_in_a_loop_inside_a_shard_map_of_the_callers():
 
 VERIFIERS = {
     "match": (js.verify_match, js.chain(3), "auto", dict(x=3)),
-    "rejection": (js.verify_rejection, js.chain(3), "explicit", dict(x=8)),
-    "block": (js.verify_block, js.chain(2), "auto", dict(data=2, tensor=4)),
+    "rejection": (js.verify_rejection, js.chain(2), "explicit", dict(x=8)),
+    "block": (js.verify_block, js.chain(3), "auto", dict(data=2, tensor=4)),
     "tree replaced": (js.verify_tree_replaced, js.from_paths([(0, 0), (1,)]), "auto", dict(x=4)),
     "tree distinct": (
         js.verify_tree_distinct,
@@ -238,8 +238,7 @@ VERIFIERS = {
 }
 
 
-LARGE = ("match", "rejection", "tree replaced", "tree distinct", "tree points")
-ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.large] * (name in LARGE)) for name in VERIFIERS]
+ALL_VERIFIERS = [pytest.param(name, marks=[pytest.mark.large] * (name != "rejection")) for name in VERIFIERS]
 
 
 @pytest.mark.parametrize("name", ALL_VERIFIERS)
