@@ -121,7 +121,9 @@ def join_batch(tree: Any, axis: Axis, num_rows: int, join_axis: Axis = ()):
     leaves, structure = jax.tree.flatten(tree)
     gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=0, tiled=True, to="invarying")
     if not leaves or jax.lax.axis_size(axes) == 1:
-        return jax.tree.map(gather, tree)  # nothing moves: it only says that all devices have the same
+        # Nothing moves. Where types say on which axes an array varies, this says that it does no more.
+        varies = lambda leaf: set(axes) & jax.typeof(leaf).manual_axis_type.varying
+        return jax.tree.map(lambda leaf: gather(leaf) if varies(leaf) else leaf, tree)
     count = leaves[0].shape[0]
     words = jnp.concatenate([_as_words(leaf).reshape(count, -1) for leaf in leaves], axis=1)
     words = gather(words).reshape(-1, count * jax.lax.axis_size(axis_names(axis)), words.shape[1])

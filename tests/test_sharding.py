@@ -118,6 +118,12 @@ def test_one_all_to_all_and_one_all_gather_move_everything(num_rows):
     assert largest_gather(compiled) < x.size // 8
 
 
+def test_on_a_mesh_of_one_device_nothing_is_sent():
+    x, rows = batch(6, TILE)
+    mapped = jax.jit(map_rows(summed, mesh_of("explicit", data=1, tensor=1), "tensor", "data"))
+    assert collectives(mapped.lower(x, rows).compile()) == {}
+
+
 def test_results_go_to_all_devices_of_both_axes_by_the_same_all_gather():
     mesh = mesh_of("explicit", data=2, tensor=3)
     x, rows = batch(10, 3 * TILE)
