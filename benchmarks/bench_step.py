@@ -110,8 +110,8 @@ def _bench(batch: Batch, model: tuple[Callable, Callable], weights, num_calls: i
     none, all_but_root = np.zeros(num_rows, np.int32), np.full(num_rows, NUM_PROMPT - 1, np.int32)
     cache = prefill(weights, cache, prompts, none, all_but_root)
     peak_bytes = measure.peak_temporaries(step.lower(weights, requests, cache).compile())
-    whole = _time_step(step, weights, requests, cache, num_calls)
-    alone = _time_step(tail, given, *batch.state(), num_calls)
+    whole = time_step(step, weights, requests, cache, num_calls)
+    alone = time_step(tail, given, *batch.state(), num_calls)
     logits = given["logits"][:, 0]
     read = jax.jit(lambda x: x.max(-1))
     r1 = measure.time_calls(lambda _: read(logits), num_calls)
@@ -132,7 +132,7 @@ def _bench(batch: Batch, model: tuple[Callable, Callable], weights, num_calls: i
     }
 
 
-def _time_step(step, weights, requests, cache, num_calls) -> measure.Timing:
+def time_step(step, weights, requests, cache, num_calls) -> measure.Timing:
     state = [requests, cache]
 
     def call(_):
@@ -204,7 +204,7 @@ def _check_return(config: DecoderConfig) -> None:
 
     step = js.make_decode_step(forward, unembed_after, limits=batch.limits, features=features)
     weights = {**_given(8, batch), "matrix": jnp.zeros((8192, 8192), jnp.bfloat16)}
-    timing = _time_step(step, weights, *batch.state(), 20)
+    timing = time_step(step, weights, *batch.state(), 20)
     print(
         f"every stage behind a long forward: the call returns after {timing.return_us:.0f} us,"
         f" the device takes {timing.span_us:.0f} us"

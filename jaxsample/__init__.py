@@ -9,14 +9,7 @@ from jaxsample.adaptive import DraftLength, adaptive, draft_length_of, new_draft
 from jaxsample.admission import make_params
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.candidates import Candidates, log_sum_exp, summarize
-from jaxsample.decode import (
-    StepOutput,
-    make_decode_many,
-    make_decode_step,
-    make_prefill,
-    make_split_step,
-    unpack,
-)
+from jaxsample.decode import make_decode_many, make_decode_step, make_prefill, make_split_step
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
 from jaxsample.engine import Engine, EngineStats, QueueFull
@@ -66,6 +59,7 @@ from jaxsample.propose import (
     widen,
 )
 from jaxsample.quantize import dequantize, quantize, round_to_storage
+from jaxsample.record import StepOutput, unpack
 from jaxsample.requests import (
     CANCELLED,
     ERROR,

@@ -15,46 +15,24 @@ slots and N staged nodes each node sees. A loop, B slots wide, with a cache of a
 State is donated, no value is looked at by the host, and what the host is told comes back as one small array.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsample.draft import ROOT, Draft, Tree, chain
 from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.logprobs import Logprobs
 from jaxsample.nodes import node_target, take_nodes
-from jaxsample.params import Features, Limits
+from jaxsample.params import PAD, Features, Limits
 from jaxsample.propose import Proposer
+from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
-from jaxsample.sharding import Axis, keep_layout, map_rows
+from jaxsample.sample import Sampled
+from jaxsample.sharding import Axis, axis_size, keep_layout, map_rows, pad_columns
 from jaxsample.target import Target, logprobs_of
-from jaxsample.verify import Verdict, verify_match
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """All the host is told of a step, as NumPy arrays; M tokens a row, n top logprobs.
-
-    Fields:
-      tokens: i32[B, M], the first count[b] are emitted, PAD behind. count: i32[B]. status: i32[B].
-      drafted: i32[B], proposals offered. accepted: i32[B], those emitted.
-      logprobs: f32[B, M], ranks: i32[B, M], top_ids: i32[B, M, n], top_logprobs: f32[B, M, n]; of width 0
-        along M where the program computes no logprobs.
-    """
-
-    tokens: np.ndarray
-    count: np.ndarray
-    status: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
+from jaxsample.verify import Verdict, accept_matching, verify_match
 
 
 def make_decode_step(
@@ -68,6 +46,7 @@ def make_decode_step(
     mesh: Any = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
+    draw: Callable[..., Sampled] | None = None,
 ):
     """Build the jitted step: one token or more for every running slot.
 
@@ -79,6 +58,8 @@ def make_decode_step(
       verify: (target, draft, tree) -> Verdict, one of the verify_* functions.
       mesh, axis, batch_axis: logits are split over the vocabulary along `axis`, rows beforehand along
         batch_axis, see `sharding.map_rows`: each device judges its own rows, and all devices get the verdict.
+      draw: `sample_by_exchange` draws from split logits as they are, with less traffic and the same tokens,
+        in plain decoding with features that it serves. None: rows become whole to be judged.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
@@ -87,7 +68,8 @@ def make_decode_step(
       proposer's) and cache the pair (model's, proposer's state), given and returned. Slots that do not run
       are left as they are. Read the record with `unpack`, best after the next step is launched.
     """
-    parts = step_parts(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
+    placed = (mesh, axis, batch_axis)
+    parts = step_parts(forward, unembed, limits, features, proposer, verify, *placed, draw=draw)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
         _check_slots(cache if proposer is None else cache[0], limits)
@@ -210,60 +192,6 @@ def commit_tokens(forward: Callable[..., Any], weights, cache, tokens, lengths, 
     return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts)
 
 
-def unpack(record, features: Features) -> StepOutput:
-    """Read a step's record on the host.
-
-    Args:
-      record: i32[B, R], as NumPy or JAX array (reading a JAX array waits for the step).
-      features: those the step was built with.
-    """
-    record = np.asarray(record)
-    num_rows, width = record.shape
-    num_top = features.num_logprobs
-    has_logprobs = num_top >= 0
-    num_columns = (width - _NUM_COUNTS) // (3 + 2 * num_top if has_logprobs else 1)
-    status, count, drafted, accepted = record[:, :_NUM_COUNTS].T
-    tokens, rest = np.split(record[:, _NUM_COUNTS:], [num_columns], axis=1)
-    as_float = lambda bits: np.ascontiguousarray(bits).view(np.float32)
-    columns = num_columns if has_logprobs else 0
-    top = max(num_top, 0)
-    logprobs, ranks, top_ids, top_logprobs = np.split(
-        rest, np.cumsum([columns, columns, columns * top]), axis=1
-    )
-    return StepOutput(
-        tokens=tokens,
-        count=count,
-        status=status,
-        drafted=drafted,
-        accepted=accepted,
-        logprobs=as_float(logprobs),
-        ranks=ranks,
-        top_ids=top_ids.reshape(num_rows, columns, top),
-        top_logprobs=as_float(top_logprobs).reshape(num_rows, columns, top),
-    )
-
-
-def columns_of(num_tokens: int, num_top: int) -> list[np.ndarray]:
-    """Where a step's record says all about its m-th token: m -> columns, for m < M = num_tokens.
-
-    The columns are, in order, the token, its logprob, its rank, the top ids and the top logprobs; the token
-    alone where num_top is -1. Status, count, drafted and accepted are columns 0 ... 3.
-    """
-    start = np.arange(num_tokens) + _NUM_COUNTS
-    if num_top < 0:
-        return [start[m : m + 1] for m in range(num_tokens)]
-    singles = [start + num_tokens * part for part in range(3)]
-    top = start[0] + 3 * num_tokens + np.arange(num_tokens * num_top).reshape(num_tokens, num_top)
-    parts = (top, top + num_tokens * num_top)
-    return [
-        np.concatenate([*(single[m : m + 1] for single in singles), *(part[m] for part in parts)])
-        for m in range(num_tokens)
-    ]
-
-
-_NUM_COUNTS = 4
-
-
 class StepParts(NamedTuple):
     """The step in three pure parts, not jitted, for programs that put something of their own around them.
 
@@ -294,8 +222,13 @@ def step_parts(
     mesh: Any = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
+    join_axis: Axis = (),
+    draw: Callable[..., Sampled] | None = None,
 ) -> StepParts:
-    """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write."""
+    """The parts of `make_decode_step`; the caller sees to it that the cache has room for what they write.
+
+    With join_axis = batch_axis verdicts are given to all devices: see `sharding.map_rows`.
+    """
     tree: Tree = ROOT if proposer is None else proposer.tree
 
     def propose(weights, requests: Requests, cache):
@@ -314,7 +247,10 @@ def step_parts(
         with jax.named_scope("forward"):
             hidden, staged = forward(weights, tokens, positions, cache, mask)
         with jax.named_scope("unembed"):
-            return hidden, staged, unembed(weights, hidden)
+            logits = unembed(weights, hidden)
+        if mesh is not None:  # a program that ends here leaves columns that the devices divide
+            logits = pad_columns(logits, axis_size(mesh, axis or ()))
+        return hidden, staged, logits
 
     def judge(logits, requests: Requests, draft, allowed, transform_args):
         """What each row emits, why it ended, and its logprobs; of some rows or of all."""
@@ -338,14 +274,35 @@ def step_parts(
             verdict, status = finish(requests, verdict, limits=limits)
             return (verdict, status, _emitted_logprobs(target, verdict, tree)), ()
 
-    judge_rows = map_rows(judge, mesh, axis, batch_axis)
+    def judge_draw(logits, requests: Requests, draft, allowed, transform_args):
+        """The same of tokens that `draw` gives all devices."""
+        assert draw is not None
+        if allowed is not None or transform_args:
+            raise ValueError("draw is given, and with it neither masks nor arguments of transforms")
+        options = dict(limits=limits, features=features, mesh=mesh, axis=axis, batch_axis=batch_axis)
+        with jax.named_scope("sample"):
+            sampled = draw(logits[:, 0], requests.params, requests.length + 1, **options)
+            verdict = accept_matching(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
+        with jax.named_scope("finish"):
+            verdict, status = finish(requests, verdict, limits=limits)
+        return (verdict, status, _drawn_logprobs(sampled.logprobs, verdict.tokens)), ()
+
+    if draw is None:
+        judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
+    elif proposer is not None or axis is None or features.shapes:
+        raise ValueError(
+            f"draw is given with proposer {proposer}, axis {axis!r} and tier {features.tier!r}; it serves no "
+            "proposer, needs an axis, and tier 'plain' or 'filtered'"
+        )
+    else:
+        judge_rows = judge_draw
 
     def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
         (draft, draft_staged), (hidden, staged, logits) = drafted, ahead
         (verdict, status, logprobs), _ = judge_rows(logits, requests, draft, allowed, transform_args)
         with jax.named_scope("update"):
             drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
-            record = _pack(verdict, status, drafted, logprobs)
+            record = pack(verdict, status, drafted, logprobs)
             committed = cache if proposer is None else cache[0]
             committed = commit(committed, staged, requests.length, verdict.path, verdict.count)
             if proposer is not None:
@@ -374,13 +331,14 @@ def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs 
     return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)
 
 
-def _pack(verdict: Verdict, status, drafted, logprobs: Logprobs | None):
-    """i32[B, R]: status, count, drafted, accepted, M tokens; then logprobs, ranks, top ids, top logprobs."""
-    num_rows = verdict.tokens.shape[0]
-    accepted = jnp.sum(verdict.accepted, axis=1, dtype=jnp.int32)
-    columns = [status[:, None], verdict.count[:, None], drafted[:, None], accepted[:, None], verdict.tokens]
-    if logprobs is not None:
-        as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
-        parts = (as_bits(logprobs.token), logprobs.rank, logprobs.top_ids, as_bits(logprobs.top))
-        columns += [part.reshape(num_rows, -1) for part in parts]
-    return jnp.concatenate(columns, axis=1)
+def _drawn_logprobs(logprobs: Logprobs | None, tokens) -> Logprobs | None:
+    """Logprobs [B] of drawn tokens as those of emitted ones, i32[B, 1]: PAD has none."""
+    if logprobs is None:
+        return None
+    there, told = tokens >= 0, jax.tree.map(lambda leaf: leaf[:, None], logprobs)
+    return Logprobs(
+        token=jnp.where(there, told.token, -jnp.inf),
+        rank=jnp.where(there, told.rank, 0),
+        top_ids=jnp.where(there[:, :, None], told.top_ids, PAD),
+        top=jnp.where(there[:, :, None], told.top, -jnp.inf),
+    )

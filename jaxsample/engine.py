@@ -9,12 +9,14 @@ text or networks. Any thread may call any method; two that step take turns.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,6 +31,7 @@ from jaxsample.propose import Proposer
 from jaxsample.requests import empty_requests
 from jaxsample.schedule import Plan, Scheduler
 from jaxsample.seats import Ticket
+from jaxsample.sharding import Axis, auto_mesh, check_rows, on_mesh
 from jaxsample.streams import Sample, Stream
 from jaxsample.verify import Verdict, verify_match
 
@@ -84,6 +87,9 @@ class Engine:
         draft_weights: Any = (),
         new_drafts: Callable[[int], Any] | None = None,
         draft_forward: Callable[..., Any] | None = None,
+        mesh: Any = None,
+        axis: Axis | None = None,
+        batch_axis: Axis = (),
     ):
         """Compile all programs; nothing is compiled later.
 
@@ -102,6 +108,9 @@ class Engine:
           new_drafts: (B) -> the proposer's state: arrays with B rows, or for a draft model's cache a
             PagedKVCache of the same pages with any page table. None for a proposer without state.
           draft_forward: the draft model's function, where new_drafts gives its cache.
+          mesh, axis, batch_axis: as in `make_decode_step`; batch_axis must divide buckets.rows. Weights and
+            caches given on the mesh stay as they are split there (pages themselves must not be); everything
+            else is whole on each of its devices.
 
         Raises:
           ValueError: sizes that do not fit together.
@@ -112,6 +121,12 @@ class Engine:
         self._max_waiting = max_waiting
         self._tree: Tree = ROOT if proposer is None else proposer.tree
         self._weights = weights if proposer is None else (weights, draft_weights)
+        if mesh is None and axis is not None:
+            raise ValueError(f"axis is {axis!r}, but there is no mesh: an engine makes programs of its own")
+        if mesh is not None:
+            for size in buckets.rows:
+                check_rows(mesh, size, batch_axis)
+            mesh = auto_mesh(mesh)
         self._scheduler = Scheduler(limits, buckets, num_pages, page_size, width)
         self._intake = Intake(limits, buckets, grammars, num_pages, self._scheduler.pages_needed)
         num_slots = buckets.rows[-1]
@@ -121,21 +136,28 @@ class Engine:
             cache=new_cache(num_pages, page_size, table),
             drafts=() if new_drafts is None else new_drafts(num_slots),
         )
-        self._programs = compile_ahead(
-            lower_programs(
-                forward,
-                unembed,
-                self._weights,
-                self._state,
-                limits=limits,
-                buckets=buckets,
-                page_size=page_size,
-                grammars=grammars,
-                proposer=proposer,
-                verify=verify,
-                draft_forward=draft_forward,
+        if mesh is not None:
+            self._weights, self._state = on_mesh((self._weights, self._state), mesh)
+        # In its context, functions made for a mesh of Explicit axes see the Auto ones of these programs.
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            self._programs = compile_ahead(
+                lower_programs(
+                    forward,
+                    unembed,
+                    self._weights,
+                    self._state,
+                    limits=limits,
+                    buckets=buckets,
+                    page_size=page_size,
+                    grammars=grammars,
+                    proposer=proposer,
+                    verify=verify,
+                    draft_forward=draft_forward,
+                    mesh=mesh,
+                    axis=axis,
+                    batch_axis=batch_axis,
+                )
             )
-        )
         self._in_flight: tuple[Plan, Any] | None = None
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._submitting, self._stepping = threading.Lock(), threading.Lock()

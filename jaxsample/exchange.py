@@ -2,8 +2,9 @@
 
 Each device reads its own [B, V / P] once. Of every row it hands the row's owner one winner, the first of
 z + noise, and in programs with filters its C first tokens and the sums of its tiles; the owner merges the
-summaries of P shards into the row's. Tokens are those of `sample`, to the bit. What a row can tell only as a
-whole is not served: see `sample_by_exchange`. Knows nothing of models or caches.
+summaries of P shards into the row's. For logprobs the sums of the raw row travel too, and ranks are counted
+where the columns are. Tokens are those of `sample`, to the bit, and so are logprobs. What a row can tell only
+as a whole is not served: see `sample_by_exchange`. Knows nothing of models or caches.
 """
 
 import functools
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsample import rng
-from jaxsample.candidates import first_tokens, merge, tidy, tile_sums
+from jaxsample.candidates import first_tokens, merge, sum_tiles, tidy, tile_sums
 from jaxsample.draw import draw_candidates, first_scored
+from jaxsample.logprobs import Logprobs
 from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams
 from jaxsample.sample import Sampled
 from jaxsample.shaping import divide, keeps_scale
@@ -45,12 +47,14 @@ def sample_by_exchange(
 ) -> Sampled:
     """Draw one token for each row, exchanging candidates: one all-reduce, one all-to-all and one all-gather.
 
+    Logprobs take a second all-reduce, of one count a row.
+
     Args:
       logits: f32, bf16 or f16 [B, Vp], split over `axis`, padded with zeros to whole tiles on every device;
         with no mesh the device's own [B, n], n a multiple of 128, in a shard_map of the caller's.
       params, position, limits: as in `sample`.
-      features: tier "plain" or "filtered", with full_rows False and no logprobs. `required_features` says
-        whether rows allow it.
+      features: tier "plain" or "filtered", with full_rows False, and of logprobs at most the raw one of the
+        token itself (num_logprobs 0). `required_features` says whether rows allow it.
       mesh, axis, batch_axis: as in `sample`.
 
     Returns:
@@ -59,10 +63,12 @@ def sample_by_exchange(
     Raises:
       ValueError: features that need whole rows, or shapes that do not fit the mesh.
     """
-    if features.shapes or features.full_rows or features.num_logprobs >= 0:
+    least_logprobs = 0 if features.logprobs_mode == "raw" else -1
+    if features.shapes or features.full_rows or features.num_logprobs > least_logprobs:
         raise ValueError(
             f"features have tier {features.tier!r}, full_rows {features.full_rows} and num_logprobs "
-            f"{features.num_logprobs}; an exchange serves 'plain' and 'filtered', False and -1"
+            f"{features.num_logprobs} ({features.logprobs_mode}); an exchange serves 'plain' and 'filtered', "
+            f"False and at most {least_logprobs}"
         )
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)
     logits, position = jnp.asarray(logits), jnp.asarray(position)
@@ -86,18 +92,27 @@ def sample_by_exchange(
 def _on_shard(logits, params: SamplingParams, position, *, axes, vocab_size: int, features: Features):
     num_rows, width = logits.shape
     first = jax.lax.axis_index(axes) * width
-    z, highest, valid = _shape(logits, params, first, axes, vocab_size)
+    raw, raw_highest, valid = _at_the_door(logits, first, axes, vocab_size)
+    z = tidy(divide(raw, params, raw_highest))
+    # The largest value of a row that was divided is (max - max) / T.
+    highest = jnp.where(keeps_scale(params), raw_highest, 0)
 
     words = rng.gumbel_words(params.seed, position, rng.TARGET, width // 4, first_call=first // 4)
     words = tuple(jnp.where(is_greedy(params)[:, None], 0, word) for word in words)
-    score, token = first_scored(z, words)
-    columns = {"score": score[:, None], "token": (first + token)[:, None]}
+    score, winner = first_scored(z, words)
+    found = winner[:, None]
+    columns = {"score": score[:, None], "token": first + found}
     if features.filters:
         values, ids = first_tokens(z, features.num_candidates)
+        found = jnp.concatenate([found, ids], axis=1)
         columns |= {"values": values, "ids": first + ids, "tiles": tile_sums(jnp.exp(z - highest[:, None]))}
+    if features.num_logprobs >= 0:
+        columns["found"] = first + found
+        columns["raw"] = jnp.take_along_axis(raw, found, axis=1, mode="clip")
+        columns["raw_tiles"] = tile_sums(jnp.exp(raw - raw_highest[:, None]))
 
     columns = _exchange(columns, axes)
-    params, position, highest = own_rows((params, position, highest), axes)
+    params, position, highest, raw_highest = own_rows((params, position, highest, raw_highest), axes)
     best = jnp.max(columns["score"], axis=1, keepdims=True)
     tokens = jnp.min(jnp.where(columns["score"] == best, columns["token"], jnp.iinfo(jnp.int32).max), axis=1)
     if features.filters:
@@ -108,20 +123,38 @@ def _on_shard(logits, params: SamplingParams, position, *, axes, vocab_size: int
         noise = jnp.where(is_greedy(params)[:, None], 0, noise)
         among = draw_candidates(candidates, noise, num_kept)
         tokens = jnp.where(is_filtered(params, vocab_size), among, tokens)
-    return Sampled(jnp.where(valid, join_batch(tokens, axes, num_rows), PAD), valid, None)
+    if features.num_logprobs < 0:
+        return Sampled(jnp.where(valid, join_batch(tokens, axes, num_rows), PAD), valid, None)
+
+    value = jnp.max(jnp.where(columns["found"] == tokens[:, None], columns["raw"], -jnp.inf), axis=1)
+    logprob = value - raw_highest - rng.log(sum_tiles(columns["raw_tiles"]))
+    tokens, value, logprob = join_batch((tokens, value, logprob), axes, num_rows)
+    rank = 1 + jax.lax.psum(_count_before(raw, value, tokens - first), axes)
+    logprobs = Logprobs(
+        token=jnp.where(valid, logprob, -jnp.inf),
+        rank=jnp.where(valid, rank, 0),
+        top_ids=jnp.zeros((num_rows, 0), jnp.int32),
+        top=jnp.zeros((num_rows, 0), jnp.float32),
+    )
+    return Sampled(jnp.where(valid, tokens, PAD), valid, logprobs)
 
 
-def _shape(logits, params: SamplingParams, first, axes, vocab_size: int):
-    """(shaped f32[B, n], the whole rows' max f32[B], validity bool[B]): `shaping.shape` by columns."""
+def _at_the_door(logits, first, axes, vocab_size: int):
+    """(raw f32[B, n], the whole rows' max f32[B], 0 where all are -inf, validity bool[B]), by columns."""
     real = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
     raw = jnp.where(real, logits, -jnp.inf)
     bad = jnp.any(jnp.isnan(raw) | (raw == jnp.inf), axis=1)
-    z = tidy(raw)
-    highest, bad = jax.lax.pmax(jnp.stack([jnp.max(z, axis=1), bad.astype(jnp.float32)]), axes)
-    valid = (bad == 0) & (highest > -jnp.inf)
-    z = tidy(divide(z, params, highest))
-    # The largest value of a row that was divided is (max - max) / T.
-    return z, jnp.where(keeps_scale(params) & (highest > -jnp.inf), highest, 0), valid
+    raw = tidy(raw)
+    highest, bad = jax.lax.pmax(jnp.stack([jnp.max(raw, axis=1), bad.astype(jnp.float32)]), axes)
+    there = highest > -jnp.inf
+    return raw, jnp.where(there, highest, 0), (bad == 0) & there
+
+
+def _count_before(raw, value, token):
+    """How many of a shard's columns come before a value at a column, which may lie outside: i32[B]."""
+    column = jax.lax.broadcasted_iota(jnp.int32, raw.shape, 1)
+    before = (raw > value[:, None]) | ((raw == value[:, None]) & (column < token[:, None]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
 
 
 def _exchange(columns: dict[str, jax.Array], axes) -> dict[str, jax.Array]:

@@ -10,8 +10,8 @@ import heapq
 import numpy as np
 
 from jaxsample.buckets import Buckets, smallest
-from jaxsample.decode import columns_of
 from jaxsample.params import Limits
+from jaxsample.record import columns_of
 from jaxsample.requests import CANCELLED, ERROR, RUNNING
 from jaxsample.seats import Seats, Ticket
 from jaxsample.streams import Sample

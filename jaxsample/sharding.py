@@ -17,14 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsample.params import TILE
 
 Axis = str | tuple[str, ...]
 
 
-def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None, batch_axis: Axis = ()):
+def map_rows(
+    fn: Callable[..., Any],
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
+    join_axis: Axis = (),
+):
     """A function of whole rows as one over a mesh; without a mesh and an axis the function itself.
 
     Args:
@@ -33,13 +39,14 @@ def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None,
       mesh: jax.sharding.Mesh, with Auto or Explicit axes. None: the call stands in a shard_map over `axis`.
       axis: axis or axes that the last axis of every array of `split` is split over.
       batch_axis: axes that rows are split over beforehand (data parallelism), with a mesh only.
+      join_axis: () or batch_axis, along which `joined` is given to all devices too, by the same all-gather.
 
     Returns:
       mapped(split, *by_row) -> (joined, kept), with the arrays of
       split: [B, ..., V], V padded with zeros to a multiple of 128 * P where P does not divide it;
         in the caller's shard_map each device's own [B, ..., V / P];
       by_row: [B, ...], or the `kept` of an earlier call;
-      joined: [B, ...], the same on all devices along `axis`;
+      joined: [B, ...], the same on all devices along `axis` and join_axis;
       kept: [P * ceil(B / P), ...] split over batch_axis and axis, each row where it was worked out; in the
         caller's shard_map the device's own [ceil(B / P), ...].
 
@@ -51,7 +58,10 @@ def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None,
             raise ValueError(f"axis is None, expected one of the mesh's axes {_mesh_names(mesh)}")
         return fn
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)
-    body = functools.partial(_on_shard, fn, axes)
+    join_axes = axis_names(join_axis)
+    if join_axes and join_axes != batch_axes:
+        raise ValueError(f"join_axis is {join_axis!r}, allowed are () and batch_axis = {batch_axis!r}")
+    body = functools.partial(_on_shard, fn, axes, join_axes)
     if mesh is None:
         if batch_axes:
             raise ValueError(f"batch_axis is {batch_axis!r}, but in a shard_map rows are split already")
@@ -70,7 +80,8 @@ def map_rows(fn: Callable[..., Any], mesh: Any = None, axis: Axis | None = None,
         split_spec = lambda x: PartitionSpec(batch_axes, *[None] * (x.ndim - 2), axes)
         row_spec = lambda x: own_spec if jnp.shape(x)[0] == own else whole_spec
         in_specs = (jax.tree.map(split_spec, split), *(jax.tree.map(row_spec, tree) for tree in by_row))
-        return over_mesh(body, mesh, in_specs, (whole_spec, own_spec))(split, *by_row)
+        joined_spec = PartitionSpec() if join_axes else whole_spec
+        return over_mesh(body, mesh, in_specs, (joined_spec, own_spec))(split, *by_row)
 
     return mapped
 
@@ -101,19 +112,23 @@ def own_rows(tree: Any, axis: Axis):
     return jax.tree.map(take, tree)
 
 
-def join_batch(tree: Any, axis: Axis, num_rows: int):
+def join_batch(tree: Any, axis: Axis, num_rows: int, join_axis: Axis = ()):
     """All rows on all devices, by one all-gather: [ceil(B / P), ...] to [B, ...], B = num_rows.
 
-    All arrays travel as one of 32-bit words.
+    All arrays travel as one of 32-bit words. Along join_axis the devices' B rows each follow one another.
     """
-    axes = axis_names(axis)
+    axes = (*axis_names(join_axis), *axis_names(axis))
     leaves, structure = jax.tree.flatten(tree)
     gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=0, tiled=True, to="invarying")
     if not leaves or jax.lax.axis_size(axes) == 1:
-        return jax.tree.map(gather, tree)  # nothing moves: it only says that all devices have the same
+        # Nothing moves. Where types say on which axes an array varies, this says that it does no more.
+        varies = lambda leaf: set(axes) & jax.typeof(leaf).manual_axis_type.varying
+        return jax.tree.map(lambda leaf: gather(leaf) if varies(leaf) else leaf, tree)
     count = leaves[0].shape[0]
     words = jnp.concatenate([_as_words(leaf).reshape(count, -1) for leaf in leaves], axis=1)
-    words = gather(words)[:num_rows]
+    words = gather(words).reshape(-1, count * jax.lax.axis_size(axis_names(axis)), words.shape[1])
+    words = words[:, :num_rows].reshape(-1, words.shape[2])
+    num_rows = words.shape[0]
     joined, at = [], 0
     for leaf in leaves:
         width = math.prod(leaf.shape[1:])
@@ -181,6 +196,23 @@ def keep_layout(step: Callable[..., Any], mesh: Any, batch_axis: Axis = ()):
     return in_auto_axes
 
 
+def auto_mesh(mesh: Any) -> Mesh:
+    """The same devices and names with Auto axes, for programs whose arrays never leave their owner."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_mesh(tree: Any, mesh: Mesh) -> Any:
+    """Arrays on a mesh: split as they are where they lie on its devices, else whole on each of them."""
+
+    def place(leaf):
+        there, spec = getattr(leaf, "sharding", None), PartitionSpec()
+        if isinstance(there, NamedSharding) and there.mesh.shape == mesh.shape:
+            spec = there.spec if there.device_set == set(mesh.devices.flat) else spec
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
+
+
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """The axes of a mesh whose arrays say in their types how they are split."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
@@ -217,7 +249,7 @@ def pad_columns(x, num_shards: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def _on_shard(fn, axes, split, *by_row):
+def _on_shard(fn, axes, join_axes, split, *by_row):
     """`map_rows` inside a shard_map: split leaves are columns, the others whole or a device's own rows."""
     num_rows = jax.tree.leaves(split)[0].shape[0]
     count = -(-num_rows // jax.lax.axis_size(axes))
@@ -231,7 +263,7 @@ def _on_shard(fn, axes, split, *by_row):
 
     split = jax.tree.map(lambda leaf: split_batch(leaf, axes), split)
     joined, kept = fn(split, *jax.tree.map(lambda leaf: own(jnp.asarray(leaf)), by_row))
-    return join_batch(joined, axes, num_rows), kept
+    return join_batch(joined, axes, num_rows, join_axes), kept
 
 
 def _in_context(mesh):

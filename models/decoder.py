@@ -61,7 +61,7 @@ def decoder_functions(
       forward(weights, tokens i32[B, N], positions i32[B, N], cache, mask bool[B, N, S+N])
         -> (hidden float[B, N, W] after the final norm, Staged); ids outside [0, V) read id 0, so that
         padding stays finite.
-      unembed(weights, hidden float[B, N, W]) -> logits f32[B, N, V].
+      unembed(weights, hidden float[B, N, W]) -> logits f32[B, N, V]; wider where embedding and head are.
     """
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, attend)))
 

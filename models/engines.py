@@ -14,6 +14,7 @@ from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.engine import Engine
 from models.decoder import DecoderConfig, Weights, decoder_functions
 from models.generation import LIST_CAPACITIES
+from models.placement import DATA, TENSOR, head_sharding, place_model, whole_sharding
 from models.speculation import Speculation, prepare
 
 _PAGE_SIZE = 16
@@ -25,7 +26,7 @@ class Sizes:
     """Capacities of an engine; None: by the model and the device.
 
     Fields:
-      slots: samples that run at once; 8 on a CPU, else 64.
+      slots: samples that run at once; 8 on a CPU, else 64. On a mesh a multiple of the devices along "data".
       max_length: cache slots a sample has; what the model was made for, at most 512 on a CPU, else 4096.
       page_size: slots of a page; 16, or the multiple of it that holds what a step with drafts emits.
       pages: pages of all samples together; enough for every slot to be full.
@@ -47,6 +48,7 @@ def build_engine(
     speculation: Speculation | None = None,
     filter_order: str = "vllm",
     logprobs_mode: str = "raw",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Engine:
     """Compiles all programs of an engine for a decoder.
 
@@ -55,35 +57,46 @@ def build_engine(
       sizes: capacities.
       speculation: how to draft and verify; None decodes plainly.
       filter_order, logprobs_mode: as in jaxsample.Features.
+      mesh: with the axes "data" and "tensor", see `models.placement`; None: one device.
 
     Raises:
-      ValueError: sizes that do not fit the model or each other, or what `speculation.prepare` refuses.
+      ValueError: sizes that do not fit the model or each other, what `speculation.prepare` refuses, or a mesh
+        that does not fit the model.
     """
+    num_batches, placed = 1, {}
+    if mesh is not None:
+        config, weights = place_model(config, weights, mesh)
+        num_batches, placed = mesh.shape[DATA], {"mesh": mesh, "axis": TENSOR, "batch_axis": DATA}
+        if speculation is not None and speculation.draft is not None:
+            speculation = dataclasses.replace(speculation, draft=place_model(*speculation.draft, mesh))
     on_cpu = jax.default_backend() == "cpu"
     num_drafts = 0 if speculation is None else speculation.num_drafts
-    slots, max_length, page_size, pages, max_waiting = _settled(sizes, config, num_drafts, on_cpu)
+    settled = _settled(sizes, config, num_drafts, num_batches, on_cpu)
+    slots, max_length, page_size, pages, max_waiting = settled
     limits = Limits(config.vocab_size, max_length=max_length, **LIST_CAPACITIES)
     limits = dataclasses.replace(limits, num_logprobs=min(limits.num_logprobs, limits.vocab_size))
     levels = _levels(limits.num_logprobs, on_cpu, filter_order=filter_order, logprobs_mode=logprobs_mode)
     buckets = make_buckets(limits, slots, page_size, levels)
     if on_cpu:
         buckets = _fewer(buckets, limits)
-    given: dict[str, Any] = {}
+    rows = {_round_up(size, num_batches) for size in buckets.rows}
+    buckets = dataclasses.replace(buckets, rows=tuple(sorted(rows)))
+    given: dict[str, Any] = dict(placed)
     if speculation is not None:
-        drafting = prepare(speculation, config.vocab_size, limits, levels[-1])
-        given = {"proposer": drafting.proposer, "verify": drafting.verify, "draft_weights": drafting.weights}
+        drafting = prepare(speculation, config.vocab_size, limits, levels[-1], **placed)
+        given |= {"proposer": drafting.proposer, "verify": drafting.verify, "draft_weights": drafting.weights}
         given["draft_forward"] = drafting.forward
         if speculation.draft is not None:
             draft, table = speculation.draft, (slots, buckets.lengths[-1] // page_size)
             given["new_drafts"] = lambda _: _new_cache(
-                *draft, pages, page_size, jnp.full(table, -1, jnp.int32)
+                *draft, mesh, pages, page_size, jnp.full(table, -1, jnp.int32)
             )
     forward, unembed = decoder_functions(config)
     return Engine(
         forward,
         unembed,
         weights,
-        lambda *layout: _new_cache(config, weights, *layout),
+        lambda *layout: _new_cache(config, weights, mesh, *layout),
         limits=limits,
         buckets=buckets,
         num_pages=pages,
@@ -93,26 +106,32 @@ def build_engine(
     )
 
 
-def _settled(sizes: Sizes, config: DecoderConfig, num_drafts: int, on_cpu: bool) -> tuple[int, ...]:
+def _settled(
+    sizes: Sizes, config: DecoderConfig, num_drafts: int, num_batches: int, on_cpu: bool
+) -> tuple[int, ...]:
     """The sizes in the order of their fields, with a number everywhere."""
     for name, given in dataclasses.asdict(sizes).items():
         if given is not None and given < 1:
             raise ValueError(f"{name} is {given}, allowed are integers from 1")
-    slots = sizes.slots or (8 if on_cpu else 64)
+    slots = _round_up(sizes.slots or (8 if on_cpu else 64), num_batches)
     max_length = sizes.max_length or min(config.max_length, _LONG if on_cpu else 4096)
     if max_length > config.max_length:
         raise ValueError(f"max_length is {max_length}, allowed is 1 ... {config.max_length}")
-    page_size = sizes.page_size or -(-(num_drafts + 1) // _PAGE_SIZE) * _PAGE_SIZE
+    page_size = sizes.page_size or _round_up(num_drafts + 1, _PAGE_SIZE)
     pages = sizes.pages or slots * -(-max_length // page_size)
     return slots, max_length, page_size, pages, sizes.max_waiting or 8 * slots
 
 
 def _new_cache(
-    config: DecoderConfig, weights: Weights, num_pages: int, page_size: int, table
+    config: DecoderConfig, weights: Weights, mesh, num_pages: int, page_size: int, table
 ) -> PagedKVCache:
     dtype = jax.tree.leaves(weights)[0].dtype
     shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_size)
-    return init_paged_cache(*shape, dtype, table)
+    if mesh is None:
+        return init_paged_cache(*shape, dtype, table)
+    layout = PagedKVCache(*[head_sharding(config, mesh)] * 2, whole_sharding(mesh))  # type: ignore[arg-type]
+    # Made where it is to lie: no device could hold it all.
+    return jax.jit(lambda table: init_paged_cache(*shape, dtype, table), out_shardings=layout)(table)
 
 
 def _levels(num_logprobs: int, on_cpu: bool, **modes: Any) -> tuple[Features, ...]:
@@ -133,3 +152,7 @@ def _fewer(buckets: Buckets, limits: Limits) -> Buckets:
         prefill=tuple((max(min(slots, 32 // width), 1), width) for width in widths),
         updates=(slots,),
     )
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

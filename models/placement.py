@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxsample.params import TILE
 from models.axes import MESH_AXES, cache_specs, place, weight_specs
 from models.decoder import DecoderConfig, Weights
 
@@ -67,6 +68,9 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
 def place_model(config: DecoderConfig, weights: Weights, mesh: Mesh) -> tuple[DecoderConfig, Weights]:
     """The model on a mesh, each key-value head on several devices where there are more devices than heads.
 
+    Where the devices along "tensor" do not divide the vocabulary, embedding and head get rows of zeros, so
+    that each device has whole tiles of 128 ids: logits are wider than the vocabulary then, and split evenly.
+
     Args:
       config, weights: the model.
       mesh: with the axes "data" and "tensor".
@@ -88,7 +92,21 @@ def place_model(config: DecoderConfig, weights: Weights, mesh: Mesh) -> tuple[De
         )
     if num_kv_heads < num_shards:
         config, weights = repeat_kv_heads(config, weights, num_shards // num_kv_heads)
-    return config, place(weights, weight_specs(config, mesh.shape, AXES), mesh)
+    weights, num_ids = pad_vocabulary(weights, num_shards)
+    wide = dataclasses.replace(config, vocab_size=num_ids)
+    return config, place(weights, weight_specs(wide, mesh.shape, AXES), mesh)
+
+
+def pad_vocabulary(weights: Weights, num_shards: int) -> tuple[Weights, int]:
+    """Embedding and head with rows of zeros behind, where num_shards does not divide them; and their rows.
+
+    The rows are whole tiles on each of the shards then, as `jaxsample.map_rows` would make the logits.
+    """
+    num_ids = weights["embedding"]["weight"].shape[0]
+    missing = -num_ids % (TILE * num_shards) if num_ids % num_shards else 0
+    wide = lambda matrix: jnp.pad(matrix, ((0, missing), (0, 0)))
+    padded = {name: jax.tree.map(wide, weights[name]) for name in ("embedding", "head") if name in weights}
+    return ({**weights, **padded} if missing else weights), num_ids + missing
 
 
 def repeat_kv_heads(config: DecoderConfig, weights: Weights, times: int) -> tuple[DecoderConfig, Weights]:
@@ -129,3 +147,14 @@ def cache_sharding(config: DecoderConfig, num_rows: int, mesh: Mesh) -> Any:
     specs = cache_specs(config, num_rows, mesh.shape, AXES)
     is_spec = lambda value: isinstance(value, PartitionSpec)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def head_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
+    """How keys or values in pages, [L, pages, page_size, H, D] of floats, lie on the mesh: by head."""
+    by_head = {name: axis for name, axis in AXES.items() if name == "kv_heads"}
+    return NamedSharding(mesh, cache_specs(config, 1, mesh.shape, by_head).keys)  # type: ignore[arg-type]
+
+
+def whole_sharding(mesh: Mesh) -> NamedSharding:
+    """How arrays lie that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -136,7 +136,7 @@ def compile_programs(
     if num_scored < 0:
         prefill, extra = make_prefill(forward, limits), 0
     else:
-        prefill, extra = make_scored_prefill(forward, unembed, num_scored), 1
+        prefill, extra = make_scored_prefill(forward, unembed, config.vocab_size, num_scored), 1
     if mesh is not None:
         step = jax.jit(step, donate_argnums=(1, 2), out_shardings=(by_row, state_layout, by_row))
         scores = () if num_scored < 0 else (by_row,)
@@ -206,11 +206,12 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def make_scored_prefill(forward: Callable, unembed: Callable, num_top: int) -> Callable:
+def make_scored_prefill(forward: Callable, unembed: Callable, vocab_size: int, num_top: int) -> Callable:
     """Build a jitted prefill that also gives the logprob of each token's successor.
 
     Args:
       forward, unembed: the model's two functions.
+      vocab_size: V; logits may be wider.
       num_top: n, top logprobs beside the successor's own.
 
     Returns:
@@ -223,7 +224,7 @@ def make_scored_prefill(forward: Callable, unembed: Callable, num_top: int) -> C
         order = jnp.arange(N, dtype=jnp.int32)[None, :]
         mask = attention_mask(lengths, chain(N - 1), cache.num_slots)
         hidden, staged = forward(weights, tokens, lengths[:, None] + order, cache, mask)
-        logits = unembed(weights, hidden)
+        logits = unembed(weights, hidden)[..., :vocab_size]
         scored = score(logits.reshape(B * N, -1), successors.reshape(B * N), num_top)
         scored = jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), scored)
         return commit(cache, staged, lengths, jnp.broadcast_to(order, (B, N)), counts), scored

@@ -36,6 +36,7 @@ from models.engines import Sizes, build_engine
 from models.figures import progress_line
 from models.json_fields import check_numbers
 from models.line_reader import LineReader
+from models.placement import read_mesh
 from models.serving import Line, Service
 
 _LINES_A_STEP = 64  # most lines taken between two steps
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.input is not None:
         options.input.stat()  # missing files are found before the model is loaded
     keep_compiled_programs()
+    mesh = None if options.mesh is None else read_mesh(options.mesh)
     with contextlib.ExitStack() as files:
         out: TextIO = sys.stdout
         if options.output is not None:
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
             speculation=read_speculation(options),
             filter_order=options.filter_order,
             logprobs_mode=options.logprobs_mode,
+            mesh=mesh,
         )
         write = lambda event: print(_as_json(event), file=out)
         service = Service(engine, model.text, write, defaults=defaults, raw=options.raw)
@@ -201,6 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("max-waiting", "N", "requests in the queue (default: 8 a slot)"),
     ):
         flags.add_argument(f"--{name}", type=int, metavar=metavar, help=meaning)
+    flags.add_argument("--mesh", metavar="data=D,tensor=P", help="split rows and weights over D * P devices")
     flags.add_argument(
         "--progress", action="store_true", help="figures on standard error also where it is no terminal"
     )

@@ -8,9 +8,9 @@ import pytest
 
 import jaxsample as js
 from jaxsample.buckets import smallest
-from jaxsample.decode import columns_of
 from jaxsample.grammar import fill_masks
 from jaxsample.pages import PagePool
+from jaxsample.record import columns_of
 from jaxsample.staging import pack_rows, unpack_rows
 from jaxsample.streams import Outputs
 

@@ -40,6 +40,7 @@ MODULE_ORDER = (
     "requests",
     "propose",
     "adaptive",
+    "record",
     "decode",
     "buckets",
     "staging",

@@ -11,12 +11,14 @@ import pytest
 
 import jaxsample
 from models.decoder import decoder_functions
+from models.engines import Sizes, build_engine
 from models.generation import Request, generate
 from models.joining import join_projections
 from models.placement import AXES, cache_sharding, make_mesh, mesh_sizes, place_model, repeat_kv_heads
 from models.random_weights import random_weights
 from models.speculation import Speculation
 from scripts.generate import main
+from tests.meshes import collectives, largest_gather
 from tests.test_models import SMALL, tolerance
 
 LLAMA = dataclasses.replace(SMALL, num_layers=1, vocab_size=96, num_heads=12, num_kv_heads=3, mlp_width=48)
@@ -92,26 +94,66 @@ def test_repeated_heads_are_the_same_model():
     assert np.abs(found - expected).max() <= tolerance(config, expected)
 
 
+def test_a_vocabulary_that_devices_do_not_divide_is_padded_in_the_head_and_never_gathered():
+    V, B, S = 1000, 6, 8
+    config, mesh = dataclasses.replace(LLAMA, vocab_size=V, tied_embeddings=True), mesh_of("tensor=3")
+    weights = random_weights(config, 3)
+    placed, split = place_model(config, weights, mesh)
+    assert placed.vocab_size == V and split["embedding"]["weight"].shape[0] == 3 * 3 * 128
+
+    limits, features = jaxsample.Limits(V, max_length=S), jaxsample.Features("plain", full_rows=False)
+    params, stop = jaxsample.neutral_params(limits, B)
+    params.temperature[:] = 0
+    slots = np.arange(B, dtype=np.int32)
+    prompts, lengths = 7 * slots[:, None], np.ones(B, np.int32)
+    requests = jaxsample.empty_requests(limits, B)
+    requests = jaxsample.admit(requests, slots, params, stop, prompts, lengths, limits=limits)
+    forward, unembed = decoder_functions(config)
+    cache = jaxsample.init_cache(1, B, S, config.num_kv_heads, config.head_size, jnp.float32)
+    mask = jaxsample.attention_mask(slots * 0, jaxsample.chain(0), S)
+    run = jax.jit(lambda weights: unembed(weights, forward(weights, prompts, prompts * 0, cache, mask)[0]))
+    expected = np.asarray(run(weights)).argmax(axis=2)
+
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = jax.device_put((requests, cache), (whole, cache_sharding(config, B, mesh)))
+    given = dict(limits=limits, features=features, mesh=mesh, axis="tensor")
+    step = jaxsample.make_decode_step(forward, unembed, **given).lower(split, *state).compile()
+    counted = collectives(step)
+    assert (counted["all-to-all"], counted["all-gather"]) == (1, 1)
+    assert largest_gather(step) < B * V // 3
+    *_, record = step(split, *state)
+    np.testing.assert_array_equal(jaxsample.unpack(record, features).tokens, expected)
+
+
+REQUESTS = [
+    Request([1, 2, 3], {"temperature": 0, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 1}),
+    Request([4], {"seed": 5, "top_k": 9, "temperature": 0.8, "max_tokens": 6, "n": 2}),
+]
+
+
+@functools.cache
+def text_of_one_device(config):
+    replies, _ = generate(config, random_weights(config, 3), REQUESTS, num_slots=16)
+    return replies
+
+
 @pytest.mark.parametrize(
-    ("mesh", "drafts"),
-    [("data=2,tensor=3", False), pytest.param("data=3,tensor=2", True, marks=pytest.mark.large)],
+    ("mesh", "vocab_size", "drafts"),
+    [
+        ("data=2,tensor=3", 96, False),
+        pytest.param("data=2,tensor=3", 100, False, marks=pytest.mark.large),
+        pytest.param("data=3,tensor=2", 96, True, marks=pytest.mark.large),
+    ],
 )
-def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, drafts):
-    family = "qwen2" if drafts else "llama"
-    # Two key-value heads on two devices, since three do not go there.
-    config, weights = FAMILIES[family], weights_of(family)
-    if drafts:
-        config = dataclasses.replace(config, num_kv_heads=2)
-        weights = random_weights(config, 3)
-    requests = [
-        Request([1, 2, 3], {"temperature": 0, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 1}),
-        Request([4], {"seed": 5, "top_k": 9, "temperature": 0.8, "max_tokens": 6, "n": 2}),
-    ]
+def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, vocab_size, drafts):
+    config = dataclasses.replace(LLAMA, vocab_size=vocab_size)
+    if drafts:  # two key-value heads on two devices, since three do not go there
+        config = dataclasses.replace(FAMILIES["qwen2"], num_kv_heads=2)
+    weights = random_weights(config, 3)
     speculation = Speculation(3, "match", (config, weights)) if drafts else None
-    expected, _ = generate(config, weights, requests, num_slots=16)
-    replies, _ = generate(
-        config, weights, requests, num_slots=16, mesh=mesh_of(mesh), speculation=speculation
-    )
+    placed = dict(mesh=mesh_of(mesh), speculation=speculation)
+    replies, _ = generate(config, weights, REQUESTS, num_slots=16, **placed)
+    expected = text_of_one_device(config)
     for reply, wanted in zip(replies, expected):
         assert [sample.token_ids for sample in reply.samples] == [
             sample.token_ids for sample in wanted.samples
@@ -120,6 +162,46 @@ def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, drafts):
     for of in (lambda reply: reply.samples[0].logprobs, lambda reply: reply.prompt_logprobs[1:]):
         found, wanted = ([entry.logprob for entry in of(answers[0])] for answers in (replies, expected))
         np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "verify"),
+    [
+        ("data=2,tensor=3", None),
+        pytest.param("tensor=6", None, marks=pytest.mark.large),
+        pytest.param("data=2,tensor=3", "match", marks=pytest.mark.large),
+    ],
+)
+def test_an_engine_on_a_mesh_gives_the_text_of_one_device(mesh, verify, monkeypatch):
+    # One program of each kind.
+    features = jaxsample.Features("filtered", full_rows=False, num_logprobs=0)
+    monkeypatch.setattr("models.engines._levels", lambda *_, **modes: (features,))
+    config, weights = FAMILIES["llama"], weights_of("llama")
+    speculation = verify and Speculation(2, verify, (config, weights))
+    mesh = mesh_of(mesh)
+    sizes = Sizes(slots=3, max_length=16)
+    engine = build_engine(config, weights, sizes, speculation=speculation, mesh=mesh)
+    assert engine.stats.num_slots == (4 if mesh.shape["data"] == 2 else 3)
+    asked = [{**request.params, "logprobs": 0} for request in REQUESTS]
+    for params in asked:
+        params.pop("prompt_logprobs", None)
+    streams = [
+        engine.submit(jaxsample.Request(request.prompt, params)) for request, params in zip(REQUESTS, asked)
+    ]
+    engine.run()
+    expected = text_of_one_device(config)
+    for stream, wanted in zip(streams, expected):
+        found = [sample.tokens().token_ids.tolist() for sample in stream.samples]
+        assert found == [sample.token_ids for sample in wanted.samples]
+    logprobs = [entry.logprob for entry in expected[0].samples[0].logprobs]
+    np.testing.assert_allclose(streams[0].samples[0].tokens().logprobs, logprobs, atol=1e-4)
+    assert verify is None or engine.stats.num_accepted > 4
+    pages = engine._state.cache.keys
+    assert pages.addressable_shards[0].data.shape[3] == 1  # one key-value head a device
+    step = next(program for name, program in engine._programs.items() if name[0] == "step")
+    if verify is None:
+        assert collectives(step)["all-to-all"] == 1
+    assert largest_gather(step) < min(pages.size, 4 * config.vocab_size)
 
 
 @pytest.mark.slow

@@ -265,6 +265,19 @@ def test_drafts_leave_greedy_text_as_it_is(checkpoint, tmp_path, drafter):  # no
     )
 
 
+@pytest.mark.large
+def test_a_mesh_leaves_the_text_as_it_is(checkpoint, tmp_path):  # noqa: F811
+    requests = [
+        {"prompt": "abc", "temperature": 0, "max_tokens": 14, "logprobs": 1},
+        letters(3),
+        letters(4, n=2, repetition_penalty=1.3),
+    ]
+    plain = joined(run(tmp_path, checkpoint, requests))
+    found = joined(run(tmp_path, checkpoint, requests, "--mesh", "data=2,tensor=2"))
+    for key, reply in plain.items():
+        assert found[key]["token_ids"] == reply["token_ids"] and found[key]["text"] == reply["text"]
+
+
 def test_figures_are_shown_where_they_are_asked_for(checkpoint, tmp_path, capsys):  # noqa: F811
     run(tmp_path, checkpoint, [letters(1)])
     assert capsys.readouterr().err == ""
@@ -283,6 +296,7 @@ def test_figures_are_shown_where_they_are_asked_for(checkpoint, tmp_path, capsys
         (["--speculate", "magic"], "--speculate"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--prompt-logprobs", "1"], "--prompt-logprobs"),
+        (["--mesh", "model=2"], "mesh is 'model=2', expected data=D,tensor=P"),
     ],
 )  # fmt: skip
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(checkpoint, capsys, flags, named):  # noqa: F811

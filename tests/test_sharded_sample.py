@@ -63,7 +63,8 @@ MESHES = [  # covers the numbers of shards, both kinds of mesh, 2-D meshes, and 
     pytest.param("served", 8, "auto", dict(x=3), "x", (), marks=pytest.mark.large),
     ("plain", 3, "explicit", dict(x=4), ("x",), ()),
     ("plain", 1, "auto", dict(x=8), "x", ()),
-    ("served", 64, "explicit", dict(data=2, tensor=4), "tensor", "data"),
+    ("plain", 64, "explicit", dict(data=2, tensor=4), "tensor", "data"),
+    pytest.param("served", 64, "explicit", dict(data=2, tensor=4), "tensor", "data", marks=pytest.mark.large),
     pytest.param(
         "plain", 64, "auto", dict(data=4, tensor=2), ("tensor", "data"), (), marks=pytest.mark.large
     ),

@@ -118,6 +118,27 @@ def test_one_all_to_all_and_one_all_gather_move_everything(num_rows):
     assert largest_gather(compiled) < x.size // 8
 
 
+def test_on_a_mesh_of_one_device_nothing_is_sent():
+    x, rows = batch(6, TILE)
+    mapped = jax.jit(map_rows(summed, mesh_of("explicit", data=1, tensor=1), "tensor", "data"))
+    assert collectives(mapped.lower(x, rows).compile()) == {}
+
+
+def test_results_go_to_all_devices_of_both_axes_by_the_same_all_gather():
+    mesh = mesh_of("explicit", data=2, tensor=3)
+    x, rows = batch(10, 3 * TILE)
+    place = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    mapped = jax.jit(map_rows(summed, mesh, "tensor", "data", "data"))
+    compiled = mapped.lower(place(x, "data", "tensor"), place(rows, "data")).compile()
+    (sums, back), _ = compiled(place(x, "data", "tensor"), place(rows, "data"))
+    assert sums.sharding.is_fully_replicated
+    np.testing.assert_array_equal(sums, x.astype(np.int32).sum(axis=1))
+    assert_same_bits(back, rows)
+    assert collectives(compiled) == {"all-to-all": 1, "all-gather": 1}
+    with pytest.raises(ValueError, match="join_axis is 'tensor', allowed are \\(\\) and batch_axis = 'data'"):
+        map_rows(summed, mesh, "tensor", "data", "tensor")
+
+
 def test_inside_the_callers_shard_map_three_functions_do_the_same():
     mesh = mesh_of(data=2, tensor=4)
     x, rows = batch(10, 64)
