@@ -155,11 +155,11 @@ def guided_target(target: Target, listed: Shortlist) -> Target:
         valid=target.shaped.valid & listed.valid,
     )
     fewer, ids = jax.lax.sort((-listed.log_probs, listed.ids), dimension=1, num_keys=2)
-    missing = ((0, 0), (0, candidates.values.shape[1] - ids.shape[1]))
+    rest = candidates.ids[:, ids.shape[1] :]
     # Log-probabilities are logits of maximum 0 and mass 1: nothing is left to normalise.
     own = Candidates(
-        values=jnp.pad(-fewer, missing, constant_values=-jnp.inf),
-        ids=jnp.pad(ids, missing),
+        values=jnp.concatenate([-fewer, jnp.full(rest.shape, -jnp.inf)], axis=1),
+        ids=jnp.concatenate([ids, rest], axis=1),
         max=jnp.zeros_like(candidates.max),
         sum=jnp.ones_like(candidates.sum),
     )
