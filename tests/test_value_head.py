@@ -38,33 +38,32 @@ def copy_of(name, folder, *, head=None, tensors=None, config=None):
     return folder
 
 
-def run(model, cache, lengths, tokens, depth, sees):
-    """(hidden, z, staged) of N nodes behind `lengths` committed tokens: depth i32[N], sees bool[N, N]."""
+def run(model, cache, tokens, positions, mask):
+    """(hidden, z, staged) of N nodes a row."""
     forward, value = value_functions(model.config)
 
     @jax.jit
-    def both(weights, cache, lengths, tokens):
-        positions = lengths[:, None] + jnp.asarray(depth, jnp.int32)[None, :]
-        committed = jnp.arange(cache.num_slots)[None, None, :] < lengths[:, None, None]
-        shape = (len(lengths), len(depth))
-        mask = [
-            jnp.broadcast_to(committed, (*shape, cache.num_slots)),
-            jnp.broadcast_to(sees, (*shape, len(depth))),
-        ]
-        hidden, staged = forward(weights, tokens, positions, cache, jnp.concatenate(mask, axis=2))
+    def both(weights, tokens, positions, cache, mask):
+        hidden, staged = forward(weights, tokens, positions, cache, mask)
         return hidden, value(weights, hidden), staged
 
-    return both(model.weights, cache, jnp.asarray(lengths), jnp.asarray(tokens, jnp.int32))
+    return both(model.weights, jnp.asarray(tokens, jnp.int32), positions, cache, mask)
 
 
-def with_candidates(num_tokens, prefix, num_candidates):
-    """(depth, sees) of tokens in a row and candidates that each follow the first `prefix` of them."""
-    sees = np.tril(np.ones((num_tokens, num_tokens), bool))
-    below = np.zeros((num_candidates, num_tokens), bool)
-    below[:, :prefix] = True
-    own = np.eye(num_candidates, dtype=bool)
-    sees = np.block([[sees, np.zeros((num_tokens, num_candidates), bool)], [below, own]])
-    return np.array([*range(num_tokens), *[prefix] * num_candidates]), sees
+def test_candidates_stand_and_see_as_in_the_published_layout():
+    with np.load(DATA.parent / "tree_layout.npz") as file:
+        data = dict(file)
+    cached, pending = data["cached_len"], data["prefix_len"] - data["cached_len"]
+    most, slots, candidates = pending.max(), cached.max(), data["num_candidates"].max()
+    positions, mask = js.candidate_mask(cached, pending, int(most), int(candidates), int(slots))
+    for row, (start, first) in enumerate(zip(data["row_mask_start"], data["row_pos_start"], strict=True)):
+        q, k = int(data["q_len"][row]), int(data["k_len"][row])
+        nodes = [*range(pending[row]), *(most + np.arange(data["num_candidates"][row]))]
+        seen = np.asarray(mask)[row][nodes]
+        shown = np.concatenate([seen[:, : cached[row]], seen[:, slots + np.array(nodes)]], axis=1)
+        assert (shown == data["mask"][start : start + q * k].reshape(q, k)).all()
+        assert seen.sum() == shown.sum()  # and nothing else, padding included
+        assert (np.asarray(positions)[row, nodes] == data["positions"][first : first + q]).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,8 +73,12 @@ def test_values_of_tokens_and_of_candidates_equal_transformers(name):
     prefix, num_candidates = int(expected["cand_prefix_len"]), len(expected["cand_ids"])
     candidates = np.broadcast_to(expected["cand_ids"], (2, num_candidates))
     tokens = np.concatenate([expected["input_ids"], candidates], axis=1)
-    nodes = with_candidates(24, prefix, num_candidates)
-    hidden, z, _ = run(model, new_cache(model.config, 2, 1), np.zeros(2, np.int32), tokens, *nodes)
+    positions, mask = js.candidate_mask(
+        np.zeros(2, np.int32), np.full(2, prefix, np.int32), 24, num_candidates, 1
+    )
+    sequence = js.attention_mask(np.zeros(2, np.int32), js.chain(23), 1)  # the rest of it is no padding here
+    mask = mask.at[:, :24, :25].set(sequence)
+    hidden, z, _ = run(model, new_cache(model.config, 2, 1), tokens, positions, mask)
     assert z.dtype == jnp.float32 and z.shape == (2, 24 + num_candidates)
     hidden, z = np.asarray(hidden), np.asarray(z)
     assert np.abs(hidden[:, :24] - expected["hidden"]).max() <= tolerance(model.config, expected["hidden"])
@@ -92,14 +95,16 @@ def test_a_kept_candidate_leaves_the_cache_that_reading_it_as_a_token_leaves():
     length, ids = int(expected["cand_prefix_len"]), expected["cand_ids"]
     tokens = np.concatenate([expected["input_ids"][:, :length], ids[[2, 0]][:, None]], axis=1)
     new, zeros, commit = new_cache(model.config, 2, 32), np.zeros(2, np.int32), jax.jit(js.commit)
-    _, _, staged = run(model, new, zeros, tokens, *with_candidates(length + 1, length, 0))
+    whole = js.candidate_mask(zeros, np.full(2, length + 1, np.int32), length + 1, 0, 32)
+    _, _, staged = run(model, new, tokens, *whole)
     order = np.broadcast_to(np.arange(length + 1, dtype=np.int32), tokens.shape)
     wanted = commit(new, staged, zeros, order, np.full(2, length + 1, np.int32))
     known = np.full(2, length - 1, np.int32)
     cache = commit(new, staged, zeros, order, known)
 
     behind = np.concatenate([tokens[:, length - 1 : length], np.broadcast_to(ids, (2, len(ids)))], axis=1)
-    _, z, staged = run(model, cache, known, behind, *with_candidates(1, 1, len(ids)))
+    nodes = js.candidate_mask(known, np.ones(2, np.int32), 1, len(ids), 32)
+    _, z, staged = run(model, cache, behind, *nodes)
     bound = 2 * tolerance(model.config, expected["hidden"])
     assert np.abs(np.asarray(z)[:, 1:] - expected["cand_z"]).max() <= bound
     kept = commit(cache, staged, known, np.array([[0, 3], [0, 1]], np.int32), np.full(2, 2, np.int32))
