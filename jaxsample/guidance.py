@@ -19,7 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsample import tilt
+from jaxsample import rng, tilt
 from jaxsample.candidates import Candidates, prefix_sum
 from jaxsample.guidance_rows import OFF, Guidance
 from jaxsample.params import PAD, StopRule
@@ -75,7 +75,7 @@ def shortlist(target: Target, guidance: Guidance, num_guided: int) -> Shortlist:
         )
     values, ids = candidates.values[:, :num_guided], candidates.ids[:, :num_guided]
     size = values.shape[1]
-    mass = prefix_sum(jnp.exp(values - candidates.max[:, None]))
+    mass = prefix_sum(rng.exp(values - candidates.max[:, None]))
     before = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)))
     top_k = jnp.where(params.top_k <= 0, size, params.top_k)
     top_k = jnp.where(is_greedy(params), 1, top_k)
@@ -86,7 +86,7 @@ def shortlist(target: Target, guidance: Guidance, num_guided: int) -> Shortlist:
 
     kept = _slots(size) < count[:, None]
     log_q = tilt.normalise(jnp.where(kept, values - candidates.max[:, None], -jnp.inf))
-    entropy = -tilt.total(jnp.where(kept, jnp.exp(log_q) * log_q, 0))[:, 0]
+    entropy = -tilt.total(jnp.where(kept, rng.exp(log_q) * log_q, 0))[:, 0]
     guided = (guidance.mode != OFF) & target.shaped.valid
     guided &= (count == 1) | (entropy > guidance.entropy_threshold)
     return Shortlist(ids, log_q, count, guided, guided & (count > 1), target.shaped.valid)

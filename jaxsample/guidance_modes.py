@@ -69,7 +69,7 @@ def guide(listed: Shortlist, z, ends, guidance: Guidance, num_emitted) -> Shortl
     raw = jnp.where(known & jnp.isfinite(z), z, 0)
     z = jnp.where(ends, -jnp.inf, raw)
     mode, scale, log_q = guidance.mode, guidance.scale, listed.log_probs
-    q = jnp.exp(log_q)
+    q = rng.exp(log_q)
     mean = lambda x: tilt.total(jnp.where(known, q * x, 0))[:, 0]
     values = tilt.place(z, known)
     horizon = _target_horizon(guidance, num_emitted)
@@ -109,7 +109,7 @@ def _tilt(guidance: Guidance, z, values: tilt.Values, horizon, log_q, mean):
 
     # T - mu in widths, by formulas in which nothing cancels where s is near 1.
     log_rest = _log_of_rest(mean_value, rest, _LEAST_REST)
-    by_length = -jnp.exp(log_rest) * jnp.expm1((scale - 1) * log_rest) / divisor
+    by_length = -rng.exp(log_rest) * jnp.expm1((scale - 1) * log_rest) / divisor
     log_below = _log_of_rest(above, below, np.finfo(np.float32).tiny)
     by_power = -below * jnp.expm1((jnp.maximum(scale, 0) - 1) * log_below)
     shift = jnp.select(
@@ -131,7 +131,7 @@ def _tilt(guidance: Guidance, z, values: tilt.Values, horizon, log_q, mean):
     shrinks, grows = (mode == LINEAR) & (scale < 1), (mode == LINEAR) & (scale >= 1)
     wanted_above = jnp.where(shrinks, scale * above, wanted_above)
     wanted_below = jnp.where(grows, (2 - scale) * below, wanted_below)
-    wanted_below = jnp.where(mode == EXP, jnp.exp(jnp.maximum(scale, 0) * log_below), wanted_below)
+    wanted_below = jnp.where(mode == EXP, rng.exp(jnp.maximum(scale, 0) * log_below), wanted_below)
     soft = jnp.clip(tilt.inverse_softplus(horizon), values.lowest, values.highest)
     is_soft = mode == EQ_SOFT
     wanted_above = jnp.where(is_soft, tilt.difference(soft, values.lowest) / divisor, wanted_above)

@@ -61,13 +61,13 @@ def difference(upper, lower):
 
 def sigmoid(z):
     """1 / (1 + exp(-z)) to a few ulp on both sides; -inf gives 0, inf gives 1."""
-    small = jnp.exp(-jnp.abs(z))
+    small = rng.exp(-jnp.abs(z))
     return jnp.where(z >= 0, 1, small) / (1 + small)
 
 
 def softplus(z):
     """ln(1 + exp(z)) = -ln(1 - sigmoid(z)): the discounted length of a value, in units of -1 / ln gamma."""
-    return jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
+    return jnp.maximum(z, 0) + jnp.log1p(rng.exp(-jnp.abs(z)))
 
 
 def inverse_softplus(x):
@@ -75,7 +75,7 @@ def inverse_softplus(x):
     small = jnp.maximum(x, _TINY)
     # Near 0 expm1(x) is x and its logarithm finite; from 1 on the other form cannot overflow.
     below_one = rng.log(jnp.maximum(jnp.expm1(jnp.minimum(small, 1)), _TINY))
-    z = jnp.where(x < 1, below_one, x + jnp.log1p(-jnp.exp(-jnp.maximum(x, 1))))
+    z = jnp.where(x < 1, below_one, x + jnp.log1p(-rng.exp(-jnp.maximum(x, 1))))
     return jnp.where(x < _TINY, -jnp.inf, z)
 
 
@@ -83,7 +83,7 @@ def normalise(log_weights):
     """log softmax over the entries of each row: f32[R, G] or [..., G]; -inf counts nothing."""
     top = largest(log_weights)
     centred = log_weights - jnp.where(top > -jnp.inf, top, 0)
-    return centred - rng.log(total(jnp.exp(centred)))
+    return centred - rng.log(total(rng.exp(centred)))
 
 
 def tilted(log_q, above, below, tilt):
@@ -122,7 +122,7 @@ def solve(log_q, values: Values, mean_above, mean_below):
         shift = jnp.uint32(32 - _BITS) - jnp.uint32(_BITS) * number.astype(jnp.uint32)
         trial = _tilt_of_key(key[:, None] + (digits << shift))[:, :, None]
         weights = tilted(log_q, above, below, trial)
-        weights = jnp.exp(weights - largest(weights))
+        weights = rng.exp(weights - largest(weights))
         too_low = total(weights * offset)[:, :, 0] < 0
         return key + (jnp.sum(too_low, axis=1, dtype=jnp.uint32) << shift)
 
