@@ -83,7 +83,11 @@ def test_an_axis_that_does_not_divide_is_whole_on_every_device():
 
 @pytest.mark.parametrize(
     ("variant", "shape"),
-    [("separate", (1, 8)), ("query and key norms, tied", (2, 4)), ("joined", (2, 4))],
+    [
+        ("separate", (1, 8)),
+        pytest.param("query and key norms, tied", (2, 4), marks=pytest.mark.large),
+        ("joined", (2, 4)),
+    ],
 )
 def test_logits_of_eight_devices_equal_those_of_one(variant, shape):
     config = VARIANTS[variant]
@@ -122,7 +126,9 @@ def test_logits_of_eight_devices_equal_those_of_one(variant, shape):
         assert np.abs(np.asarray(one) - other).max() <= tolerance(config, other)
 
 
-@pytest.mark.parametrize("variant", ["separate", "query and key norms, tied"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param("separate", marks=pytest.mark.large), "query and key norms, tied"]
+)
 def test_joined_projections_give_the_same_logits_to_rounding(variant):
     config = VARIANTS[variant]
     weights = random_weights(config, 4)

@@ -151,7 +151,7 @@ def idle(engine):
     )
 
 
-@pytest.mark.parametrize("num_requests", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [500, pytest.param(10_000, marks=pytest.mark.large)])
 def test_random_requests_get_what_they_get_alone(engine, num_requests):
     generator = np.random.default_rng(num_requests)
     before = engine.stats
@@ -342,7 +342,7 @@ class Alternating:
         del self.said[len(self.said) - num_tokens :]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.large), 2])
 def test_grammars_hold_their_own_rows_and_touch_no_others(num_drafts):
     proposer = js.ngram_proposer(js.chain(num_drafts), max_ngram=2) if num_drafts else None
     buckets = Buckets(rows=(6,), lengths=(S,), prefill=((2, 16),), features=FEATURES[1:], updates=(6,))

@@ -21,7 +21,12 @@ LENGTHS = pytest.mark.parametrize("num_drafts", [1, 2, 4])
 # The slots of the program; short drafts fill some of them. Points: the same drafts as if they had not been drawn.
 SORTS = pytest.mark.parametrize(
     ("num_slots", "lengths", "with_law"),
-    [(1, [1], True), (4, [4], True), (4, [1, 2], True), (4, [1, 2, 4], False)],
+    [
+        pytest.param(1, [1], True, marks=pytest.mark.large),
+        pytest.param(4, [4], True, marks=pytest.mark.large),
+        (4, [1, 2, 4], True),
+        (4, [1, 2, 4], False),
+    ],
     ids=["1", "4", "short", "points"],
 )
 

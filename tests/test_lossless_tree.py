@@ -25,6 +25,7 @@ KINDS = {
     "distinct": verify_tree_distinct,
     "points": verify_tree_points,
 }
+USUAL = [pytest.param("replaced", marks=pytest.mark.large), "distinct", "points"]
 CHUNK = 4096
 
 
@@ -80,7 +81,7 @@ def _coins(walk):
     return coins, edges
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 def test_each_coin_and_each_weight_of_a_tree_flips_where_float64_says(kind):
     inner, items = np.array(TREE.inner), []
     for law in ("full", "zeros", "narrow"):
@@ -144,7 +145,7 @@ def _by_rejection(with_law):
     return jax.tree.map(np.asarray, laws.run(verify_rejection, chain(2), *_chain_batch(with_law)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 def test_on_a_chain_each_tree_verifier_is_rejection(kind):
     with_law = kind != "points"
     expected = _by_rejection(with_law)

@@ -81,13 +81,13 @@ def check_batch(batch, limits, features, noise):
 
 PROGRAMS = [
     (1, 2, 2, "vllm", "raw", 64),
-    (3, 31, 40, "hf", "processed", 16),
-    (3, 32, 32, "joint", "raw", 16),
-    (64, 33, 64, "vllm", "processed", 16),
+    pytest.param(3, 31, 40, "hf", "processed", 16, marks=pytest.mark.large),
+    pytest.param(3, 32, 32, "joint", "raw", 16, marks=pytest.mark.large),
+    pytest.param(64, 33, 64, "vllm", "processed", 16, marks=pytest.mark.large),
     (64, 1000, 1024, "vllm", "raw", 64),
-    (64, 1000, 1000, "joint", "processed", 64),
+    pytest.param(64, 1000, 1000, "joint", "processed", 64, marks=pytest.mark.large),
     (3, 1000, 1003, "hf", "processed", 8),
-    (3, 32000, 32000, "vllm", "processed", 128),
+    (3, 32000, 32000, "joint", "processed", 128),
 ]
 
 

@@ -167,7 +167,11 @@ def test_the_write_is_in_place_on_pages_of_any_dtype_on_a_gpu(dtype):
     _check_in_place(dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, FP8], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float32, pytest.param(jnp.int8, marks=pytest.mark.large), FP8],
+    ids=lambda dtype: jnp.dtype(dtype).name,
+)
 def test_the_decoder_gives_the_same_bits_on_pages(dtype):
     config = DecoderConfig(
         vocab_size=30, width=16, num_layers=LAYERS, num_heads=4, num_kv_heads=HEADS, head_size=SIZE,
@@ -225,7 +229,11 @@ def _decode(cache):
     return tokens, js.gather_layer(cache, 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, FP8], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.large), FP8],
+    ids=lambda dtype: jnp.dtype(dtype).name,
+)
 def test_a_whole_decode_is_the_same_in_pages_and_in_one_byte(dtype):
     paged = js.init_paged_cache(1, PAGES, PAGE_SIZE, 1, 1, dtype, _table())
     tokens, layer = _decode(paged)

@@ -55,7 +55,10 @@ def whole(mode):
     return bits(batches.sample_rows(**hostile_batch(), limits=LIMITS, features=MODES[mode]))
 
 
-@pytest.mark.parametrize(("num_rows", "mode"), [(1, "processed"), (8, "processed"), (1, "raw")])
+@pytest.mark.parametrize(
+    ("num_rows", "mode"),
+    [(1, "processed"), (8, "processed"), pytest.param(1, "raw", marks=pytest.mark.large)],
+)
 def test_a_row_has_the_bits_it_has_in_any_smaller_batch(num_rows, mode):
     order = np.random.default_rng(num_rows).permutation(64)
     for start in range(0, 64, num_rows):
@@ -133,7 +136,7 @@ def test_results_are_bit_equal_under_any_superset_of_stages(mode, kind, tiers):
     assert all(result == results["full"] for result in results.values())
 
 
-@pytest.mark.parametrize("filter_order", ["vllm", "joint"])
+@pytest.mark.parametrize("filter_order", [pytest.param("vllm", marks=pytest.mark.large), "joint"])
 def test_leaving_out_full_rows_where_allowed_changes_no_bit(filter_order):
     batch = batch_of("filtered", np.random.default_rng(3))
     params, stop = batches.params_of(LIMITS, batch["requests"])

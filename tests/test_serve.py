@@ -246,7 +246,7 @@ def test_a_signal_cancels_what_runs_and_is_the_exit_code(checkpoint, tmp_path, m
     assert all("stopped" in error for _, error in errors.values())
 
 
-@pytest.mark.parametrize("drafter", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("draft", marks=pytest.mark.large)])
 def test_drafts_leave_greedy_text_as_it_is(checkpoint, tmp_path, drafter):  # noqa: F811
     requests = [
         {"prompt": prompt, "temperature": 0, "max_tokens": 14} for prompt in ("abcabcabc", "xyxyxy", "q")
@@ -300,7 +300,7 @@ def test_the_script_runs_from_any_folder(tmp_path):
     assert done.stderr == f"error: {tmp_path / 'nowhere.gguf'}: no such file or folder\n"
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_smollm2_streams_two_prompts_up_to_a_stop_string(tmp_path, capsys):
     path = fetch_smollm2()
     prompts = ["Why is the sky blue?", "Name three primary colours."]

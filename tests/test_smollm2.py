@@ -61,6 +61,7 @@ def test_greedy_text_and_logprobs_with_ngram_drafts_are_those_of_transformers(mo
         assert np.abs(logprobs - vectors[f"greedy_logprobs_{index}"])[clear].max() <= error
 
 
+@pytest.mark.large
 def test_json_under_a_schema(model):
     forward, unembed = decoder_functions(model.config)
     tokenizer = model.text.tokenizer

@@ -159,7 +159,13 @@ VERIFIERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.large] * (name not in ("block", "tree_distinct")))
+        for name in VERIFIERS
+    ],
+)
 def test_greedy_rows_get_the_text_of_plain_decoding_from_every_verifier(name):
     verify, tree, pick = VERIFIERS[name]
     proposer = js.model_proposer(forward, _sharp, tree, limits=LIMITS, features=SERVED, pick=pick)

@@ -1,0 +1,125 @@
+"""Draws what the benchmarks measured: `docs/measured.md` and a picture for each record with floors.
+
+    python -m benchmarks.report            # both
+    python -m benchmarks.report --no-plots # the tables alone, without matplotlib
+
+Reads every record in benchmarks/results/ and adds nothing to it but the ratio to the floor.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.measure import RESULTS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Columns of a table and their heads, in this order; a record without a field has no such column.
+_TIMES = {
+    "time_us": "time us",
+    "floor_us": "floor us",
+    "ratio": "time / floor",
+    "allowed_us": "allowed us",
+    "r1_us": "one read us",
+    "tail_us": "tail us",
+    "host_us": "host us",
+}
+_BYTES = {"peak_bytes": "temporaries MB", "logits_bytes": "logits MB", "moved_bytes": "moved MB"}
+_NAMED = {"stages_us": ("{}, us", 1.0), "wire_bytes": ("{}, MB", 1e6), "baselines": ("{}, us", 1.0)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
+    options = parser.parse_args()
+    records = read_records(RESULTS)
+    (DOCS / "measured.md").write_text(tables(records))
+    if not options.no_plots:
+        for name, record in records.items():
+            plot(name, record, DOCS / "plots")
+
+
+def read_records(folder: Path) -> dict[str, dict]:
+    """NAME.DEVICE -> record, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def tables(records: dict[str, dict]) -> str:
+    """Markdown: one table for each record."""
+    parts = [
+        "# Measured\n\n"
+        "Made by `python -m benchmarks.report` from `benchmarks/results/`; every record comes from\n"
+        "`python -m benchmarks.bench_NAME`. Medians. The floor is the time to move the bytes that must\n"
+        "move, at the bandwidth measured in the same run. Pictures of time over floor: `docs/plots/`.\n"
+    ]
+    for name, record in records.items():
+        versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+        rows = [_cells(row) for row in record["rows"]]
+        heads = _in_order(rows)
+        parts.append(
+            f"## {name}\n\n{record['device']}; {versions}; commit {record['commit']}; {record['date']}.\n"
+        )
+        lines = ["| case | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
+        for row, cells in zip(record["rows"], rows, strict=True):
+            lines.append(f"| {row['case']} | " + " | ".join(cells.get(head, "") for head in heads) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def plot(name: str, record: dict, folder: Path) -> None:
+    """NAME.DEVICE.png: time over floor, cases beside their baselines; none for a record without floors."""
+    rows = [row for row in record["rows"] if "floor_us" in row and "time_us" in row]
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ways = ["jaxsample", *dict.fromkeys(way for row in rows for way in row["baselines"])]
+    bars, ticks, place = [], [], 0.0  # a bar is (place, way, ratio); cases lie half a bar apart
+    for row in rows:
+        times = {"jaxsample": row["time_us"], **row["baselines"]}
+        ticks.append(place + (len(times) - 1) / 2)
+        bars += [(place + i, way, time / row["floor_us"]) for i, (way, time) in enumerate(times.items())]
+        place += len(times) + 0.5
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.16 * place), layout="constrained")
+    for way in ways:
+        own = [(place, ratio) for place, name, ratio in bars if name == way]
+        drawn = axes.barh(*zip(*own, strict=True), 0.9, label=way)
+        axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(ticks, [row["case"] for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("time over floor")
+    axes.set_title(f"{name}: {record['device']}", fontsize=9)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=3)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _cells(row: dict) -> dict[str, str]:
+    """Head -> text, for what a row holds."""
+    if "time_us" in row and "floor_us" in row:
+        row = {**row, "ratio": row["time_us"] / row["floor_us"]}
+    cells = {head: _number(row[key]) for key, head in _TIMES.items() if key in row}
+    cells |= {head: _number(row[key] / 1e6) for key, head in _BYTES.items() if key in row}
+    for key, (head, unit) in _NAMED.items():
+        cells |= {head.format(name): _number(value / unit) for name, value in row.get(key, {}).items()}
+    return cells
+
+
+def _in_order(rows: list[dict[str, str]]) -> list[str]:
+    """All heads, those of `_TIMES` and `_BYTES` first."""
+    found = dict.fromkeys(head for row in rows for head in row)
+    known = [head for head in (*_TIMES.values(), *_BYTES.values()) if head in found]
+    return known + [head for head in found if head not in known]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()
