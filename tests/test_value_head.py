@@ -66,7 +66,7 @@ def test_candidates_stand_and_see_as_in_the_published_layout():
         assert (np.asarray(positions)[row, nodes] == data["positions"][first : first + q]).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.large), *NAMES[1:]])
 def test_values_of_tokens_and_of_candidates_equal_transformers(name):
     """One pass over a sequence, and over seven candidates that see a part of it and not each other."""
     model, expected = load_value_model(DATA / name, np.float32), expected_of(name)
@@ -89,6 +89,7 @@ def test_values_of_tokens_and_of_candidates_equal_transformers(name):
     assert np.abs(1 / (1 + np.exp(-z[:, :24])) - expected["v"]).max() <= bound
 
 
+@pytest.mark.large
 def test_a_kept_candidate_leaves_the_cache_that_reading_it_as_a_token_leaves():
     """Candidates behind a committed prefix and one pending token; the chosen one's keys and values are committed."""
     model, expected = load_value_model(DATA / "qwen3_lenvm", np.float32), expected_of("qwen3_lenvm")
@@ -112,7 +113,7 @@ def test_a_kept_candidate_leaves_the_cache_that_reading_it_as_a_token_leaves():
         assert np.abs(np.asarray(one) - np.asarray(other)).max() <= tolerance(model.config, other)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES[1:2])
 def test_a_head_among_the_other_tensors_is_the_head_in_a_file_of_its_own(tmp_path, name):
     head = load_file(DATA / name / HEAD)
     inside = load_value_model(copy_of(name, tmp_path / "m", head=False, tensors=head), np.float32)
