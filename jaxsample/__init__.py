@@ -15,6 +15,9 @@ from jaxsample.draw import draw_candidates, draw_rows
 from jaxsample.engine import Engine, EngineStats, QueueFull
 from jaxsample.exchange import sample_by_exchange
 from jaxsample.grammar import Matcher
+from jaxsample.guidance import Shortlist, add_scores, ends_row, guided_target, shortlist
+from jaxsample.guidance_modes import guide
+from jaxsample.guidance_rows import Guidance, make_guidance, needs_guidance, neutral_guidance
 from jaxsample.history import History, append, start
 from jaxsample.intake import Request
 from jaxsample.kvcache import (
@@ -24,6 +27,7 @@ from jaxsample.kvcache import (
     as_stored,
     attention_mask,
     bytes_per_row,
+    candidate_mask,
     commit,
     count_writes,
     gather_layer,
@@ -107,6 +111,7 @@ __all__ = [
     "EngineStats",
     "Features",
     "GivenNoise",
+    "Guidance",
     "History",
     "KVCache",
     "Law",
@@ -122,6 +127,7 @@ __all__ = [
     "Sampled",
     "SamplingParams",
     "Shaped",
+    "Shortlist",
     "Staged",
     "StepOutput",
     "StopRule",
@@ -134,6 +140,7 @@ __all__ = [
     "accept_matching",
     "accept_prefix",
     "adaptive",
+    "add_scores",
     "admit",
     "advance",
     "append",
@@ -142,6 +149,7 @@ __all__ = [
     "bad_word_bans",
     "bytes_per_row",
     "cancel",
+    "candidate_mask",
     "chain",
     "commit",
     "count_writes",
@@ -154,11 +162,14 @@ __all__ = [
     "draw_rows",
     "draw_target",
     "empty_requests",
+    "ends_row",
     "finish",
     "finish_reason",
     "first_proposals",
     "from_paths",
     "gather_layer",
+    "guide",
+    "guided_target",
     "head_proposer",
     "init_cache",
     "init_paged_cache",
@@ -172,12 +183,15 @@ __all__ = [
     "make_buckets",
     "make_decode_many",
     "make_decode_step",
+    "make_guidance",
     "make_params",
     "make_prefill",
     "make_split_step",
     "make_target",
     "map_rows",
     "model_proposer",
+    "needs_guidance",
+    "neutral_guidance",
     "neutral_params",
     "new_draft_length",
     "ngram_proposer",
@@ -194,6 +208,7 @@ __all__ = [
     "score",
     "set_rows",
     "shape",
+    "shortlist",
     "split_batch",
     "stack_rows",
     "stage",

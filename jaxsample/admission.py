@@ -79,26 +79,26 @@ def make_params(
       ValueError: names the argument, the value and the allowed range. Nothing is kept of a refused request.
     """
     vocab = limits.vocab_size
-    _number("temperature", temperature, 0, _HUGE, ">= 0 and finite in float32")
-    _integer("top_k", top_k, -1, None)
-    _number("top_p", top_p, 0, 1, "in [0, 1]")
-    _number("min_p", min_p, 0, 1, "in [0, 1]")
-    _number("repetition_penalty", repetition_penalty, _TINY, _HUGE, "> 0 and finite in float32")
-    _number("frequency_penalty", frequency_penalty, -_HUGE, _HUGE, "finite in float32")
-    _number("presence_penalty", presence_penalty, -_HUGE, _HUGE, "finite in float32")
+    check_number("temperature", temperature, 0, _HUGE, ">= 0 and finite in float32")
+    check_integer("top_k", top_k, -1, None)
+    check_number("top_p", top_p, 0, 1, "in [0, 1]")
+    check_number("min_p", min_p, 0, 1, "in [0, 1]")
+    check_number("repetition_penalty", repetition_penalty, _TINY, _HUGE, "> 0 and finite in float32")
+    check_number("frequency_penalty", frequency_penalty, -_HUGE, _HUGE, "finite in float32")
+    check_number("presence_penalty", presence_penalty, -_HUGE, _HUGE, "finite in float32")
     if seed is not None:
-        _integer("seed", seed, None, None)
-    _integer("n", n, 1, MAX_CHILDREN)
+        check_integer("seed", seed, None, None)
+    check_integer("n", n, 1, MAX_CHILDREN)
     _count("logprobs", logprobs, min(vocab, limits.num_logprobs))
     _count("prompt_logprobs", prompt_logprobs, min(vocab, limits.num_logprobs))
-    _integer("min_tokens", min_tokens, 0, 2**31 - 1)
+    check_integer("min_tokens", min_tokens, 0, 2**31 - 1)
     if max_tokens is not None:
-        _integer("max_tokens", max_tokens, 1, 2**31 - 1)
+        check_integer("max_tokens", max_tokens, 1, 2**31 - 1)
         if min_tokens > max_tokens:
             raise ValueError(f"min_tokens is {min_tokens}, allowed is at most max_tokens = {max_tokens}")
     if not isinstance(ignore_eos, bool | np.bool_):
         raise ValueError(f"ignore_eos is {ignore_eos!r}, allowed are True and False")
-    _integer("prompt_length", prompt_length, 0, limits.max_length)
+    check_integer("prompt_length", prompt_length, 0, limits.max_length)
 
     bias = _table("logit_bias", logit_bias, limits.num_logit_bias, vocab)
     for token, value in bias.items():
@@ -106,7 +106,7 @@ def make_params(
             raise ValueError(f"logit_bias[{token}] is {value}, allowed are finite float32 numbers and -inf")
     scale = _table("token_temperature_scale", token_temperature_scale, limits.num_scales, vocab)
     for token, value in scale.items():
-        _number(f"token_temperature_scale[{token}]", value, _TINY, _HUGE, "> 0 and finite in float32")
+        check_number(f"token_temperature_scale[{token}]", value, _TINY, _HUGE, "> 0 and finite in float32")
     eos = _ids("eos_token_ids", eos_token_ids, limits.num_eos, vocab)
     stops = _ids("stop_token_ids", stop_token_ids, limits.num_stop_ids, vocab)
     words = _sequences("bad_words_ids", bad_words_ids, limits.num_bad_words, limits.bad_word_length, vocab)
@@ -150,7 +150,8 @@ def make_params(
     return params, stop
 
 
-def _number(name, value, low, high, allowed):
+def check_number(name, value, low, high, allowed):
+    """ValueError unless value is a number in [low, high] as a Python float; `allowed` says so in words."""
     if not low <= _as_float(value) <= high:
         raise ValueError(f"{name} is {value!r}, allowed are numbers {allowed}")
 
@@ -164,7 +165,8 @@ def _as_float(value) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _integer(name, value, low, high):
+def check_integer(name, value, low, high):
+    """ValueError unless value is an integer in [low, high]; None is no bound."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or (low is not None and value < low) or (high is not None and value > high):
         span = f"from {low}" if high is None else f"in [{low}, {high}]"
@@ -173,7 +175,7 @@ def _integer(name, value, low, high):
 
 def _count(name, value, most):
     if value is not None:
-        _integer(name, value, 0, most)
+        check_integer(name, value, 0, most)
 
 
 def _ids(name, ids, capacity, vocab):

@@ -124,6 +124,32 @@ def attention_mask(lengths, tree: Tree, num_slots: int):
     return jnp.concatenate([committed, staged], axis=2)
 
 
+def candidate_mask(lengths, num_pending, max_pending: int, num_candidates: int, num_slots: int):
+    """Tokens not in the cache yet, then candidates for the one behind them: where they stand, what they see.
+
+    Nodes are D pending slots and G candidates. A pending token sees the committed slots and the pending ones
+    up to itself; a candidate sees the committed slots, the row's pending tokens and itself, never another
+    candidate. To keep the pending tokens and candidate j, commit the path 0 ... num_pending - 1, D + j.
+
+    Args:
+      lengths: i32[B], committed slots of each row.
+      num_pending: i32[B], pending tokens of each row, at most D; what lies behind them is padding.
+      max_pending: D, may be 0. num_candidates: G.
+      num_slots: S.
+
+    Returns:
+      (positions i32[B, D + G], mask bool[B, D + G, S + D + G]).
+    """
+    num_rows, size = lengths.shape[0], max_pending + num_candidates
+    node = jnp.arange(size, dtype=jnp.int32)
+    depth = jnp.where(node[None, :] < max_pending, node[None, :], num_pending[:, None])
+    slots = jax.lax.broadcasted_iota(jnp.int32, (num_rows, size, num_slots), 2)
+    is_pending = node[None, :] < jnp.minimum(num_pending, max_pending)[:, None]
+    behind = (node[:, None] >= max_pending) | (node[None, :] <= node[:, None])
+    staged = (is_pending[:, None, :] & behind[None]) | (node[None, :] == node[:, None])[None]
+    return lengths[:, None] + depth, jnp.concatenate([slots < lengths[:, None, None], staged], axis=2)
+
+
 def gather_layer(cache: Cache, layer):
     """The keys and values of one layer in the order of the slots, as a model attends to them.
 

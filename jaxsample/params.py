@@ -31,6 +31,7 @@ class Limits:
       num_logit_bias, num_bad_words, bad_word_length, num_eos, num_stop_ids, num_stop_sequences,
       stop_sequence_length, num_scales: entries a request may have in each list.
       num_logprobs: the most top logprobs a request may ask for.
+      num_guided: G, the most candidates a guided request may have, its top_k.
     """
 
     vocab_size: int
@@ -44,6 +45,7 @@ class Limits:
     stop_sequence_length: int = 8
     num_scales: int = 8
     num_logprobs: int = 20
+    num_guided: int = 16
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -130,7 +130,7 @@ def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: i
 
     k = _effective_top_k(top_k, vocab_size)
     num_top_k = length(k <= count, k)
-    num_min_p = jnp.sum(_passes_min_p(values, candidates.max, min_p), axis=1, dtype=jnp.int32)
+    num_min_p = jnp.sum(passes_min_p(values, candidates.max, min_p), axis=1, dtype=jnp.int32)
     num_min_p = length(num_min_p < count, num_min_p)
 
     num_base = {"vllm": jnp.minimum(num_top_k, num_min_p), "hf": num_top_k, "joint": num_min_p}[filter_order]
@@ -175,7 +175,7 @@ def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str)
         # The weights are computed anew in every pass: keeping them would double the memory.
         return tile_sum(jnp.where(mask, jnp.exp(logits - highest[:, None]), 0))
 
-    passes = _passes_min_p(logits, highest, min_p)
+    passes = passes_min_p(logits, highest, min_p)
     lowest_passing = jnp.min(jnp.where(passes, logits, jnp.inf), axis=1)
     by_min_p = (lowest_passing, jnp.full_like(top_k, logits.shape[1]))
     by_top_k = _first_counted(logits, _effective_top_k(top_k, vocab_size))
@@ -193,7 +193,7 @@ def _effective_top_k(top_k, vocab_size: int):
     return jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
 
 
-def _passes_min_p(values, highest, min_p):
+def passes_min_p(values, highest, min_p):
     """p >= min_p * max p in log space; min_p = 0 passes all that can be drawn."""
     floor = jnp.where(min_p >= _TINY, rng.log(jnp.maximum(min_p, _TINY)), -jnp.inf)
     return (values - highest[:, None] >= floor[:, None]) & (values > -jnp.inf)

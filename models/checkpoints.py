@@ -51,12 +51,10 @@ def save_checkpoint(
             "chat_template": text.chat_template,
             "special_tokens": text.special_tokens,
         }
-        _write_json(folder / TEXT, fields)
+        write_json(folder / TEXT, fields)
     ocp.save(folder / WEIGHTS, weights)
     # Last: a folder without it is not taken for a checkpoint.
-    _write_json(
-        folder / CONFIG, {"format": _FORMAT, "dtype": dtypes[0], "config": dataclasses.asdict(config)}
-    )
+    write_json(folder / CONFIG, {"format": _FORMAT, "dtype": dtypes[0], "config": dataclasses.asdict(config)})
 
 
 def is_checkpoint(folder: pathlib.Path) -> bool:
@@ -81,17 +79,29 @@ def load_checkpoint(folder: pathlib.Path, dtype: Any = None) -> tuple[DecoderCon
     config = _config(fields.get("config"), folder / CONFIG)
     if not (folder / WEIGHTS).is_dir():
         raise ValueError(f"{folder}: no {WEIGHTS} folder")
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         dtype = jnp.dtype(fields["dtype"] if dtype is None else dtype)
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=device), weight_shapes(config)
-        )
-        weights = ocp.load(folder / WEIGHTS, wanted)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG}: no dtype of the weights ({error})") from None
+    weights = restore(folder / WEIGHTS, weight_shapes(config), dtype)
+    return config, weights, _text(folder)
+
+
+def restore(folder: pathlib.Path, shapes: Any, dtype: Any) -> Any:
+    """A tree of arrays that Orbax saved, onto the default device; ValueError where it cannot be restored.
+
+    Args:
+      folder: where it was saved.
+      shapes: the tree with a ShapeDtypeStruct at each leaf.
+      dtype: of every leaf.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=device), shapes)
+    try:
+        return ocp.load(folder, wanted)
     except Exception as error:  # Orbax and its storage layer raise many kinds
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{folder / WEIGHTS}: cannot be restored ({reason})") from error
-    return config, weights, _text(folder)
+        raise ValueError(f"{folder}: cannot be restored ({reason})") from error
 
 
 def _config(fields: Any, path: pathlib.Path) -> DecoderConfig:
@@ -130,5 +140,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def _write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, fields: dict[str, Any]) -> None:
+    """Writes a JSON object to a file."""
     path.write_text(json.dumps(fields, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -98,39 +98,51 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def load_tensors(folder: pathlib.Path, config: DecoderConfig, dtype: Any) -> Weights:
+def load_tensors(
+    folder: pathlib.Path, config: DecoderConfig, dtype: Any, ignored: tuple[str, ...] = ()
+) -> Weights:
     """The decoder's weights from one safetensors file or from shards, tensor by tensor.
 
     Tied models store the one matrix as model.embed_tokens.weight or, some of them, as lm_head.weight.
 
     Args:
-      folder: holds model.safetensors, or model.safetensors.index.json and the shards it names. Where both
-        are there, the one file is read.
+      folder: as for `open_tensors`.
       config: the architecture.
       dtype: float dtype of the weights.
+      ignored: names of tensors that are no part of the decoder.
 
     Raises:
       ValueError: no such file, a missing or damaged shard, or tensors that are missing, unexpected or
         misshapen.
     """
-    if (folder / SINGLE).is_file():
-        source = folder / SINGLE
-        single = SafetensorsFile(source)
-        holders = dict.fromkeys(single.shapes, single)
-    elif (folder / INDEX).is_file():
-        source = folder / INDEX
-        holders = open_shards(source)
-    else:
-        raise ValueError(f"{folder}: no {SINGLE} and no {INDEX}")
+    source, holders = open_tensors(folder)
     shapes = {name: file.shapes[name] for name, file in holders.items()}
     spelling = dict(HUGGING_FACE)
-    ignored = [name for name in shapes if name.endswith(".rotary_emb.inv_freq")]
+    ignored = (*ignored, *(name for name in shapes if name.endswith(".rotary_emb.inv_freq")))
     if config.tied_embeddings and "model.embed_tokens.weight" not in shapes and "lm_head.weight" in shapes:
         spelling["embedding"] = spelling["head"]
     elif config.tied_embeddings:
-        ignored.append("lm_head.weight")
+        ignored = (*ignored, "lm_head.weight")
     read = lambda name: holders[name].read(name, dtype)
     return assemble(config, spelling, shapes, read, source=str(source), ignored=ignored)
+
+
+def open_tensors(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, SafetensorsFile]]:
+    """The file that says which tensors a folder holds, and the open file of each by the tensor's name.
+
+    Args:
+      folder: holds model.safetensors, or model.safetensors.index.json and the shards it names. Where both
+        are there, the one file is read.
+
+    Raises:
+      ValueError: neither is there, or what `open_shards` refuses.
+    """
+    if (folder / SINGLE).is_file():
+        single = SafetensorsFile(folder / SINGLE)
+        return folder / SINGLE, dict.fromkeys(single.shapes, single)
+    if (folder / INDEX).is_file():
+        return folder / INDEX, open_shards(folder / INDEX)
+    raise ValueError(f"{folder}: no {SINGLE} and no {INDEX}")
 
 
 def open_shards(index: pathlib.Path) -> dict[str, SafetensorsFile]:

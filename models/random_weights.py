@@ -23,9 +23,14 @@ def random_weights(config: DecoderConfig, seed: int, dtype: Any = jnp.float32) -
     Returns:
       The decoder's weights on the default device.
     """
+    return fill_randomly(weight_shapes(config), seed, dtype)
+
+
+def fill_randomly(shapes: Weights, seed: int, dtype: Any) -> Weights:
+    """The same for any tree of shapes whose leaves are called as the decoder's."""
     # The "rbg" generator is many times faster than JAX's default one on billions of numbers.
     keys = jax.random.key(seed, impl="rbg")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     made = []
     for number, (path, leaf) in enumerate(leaves):
         names = [entry.key for entry in path]

@@ -231,6 +231,17 @@ def test_gumbel_noise_has_its_law():
     assert scipy.stats.poisson.ppf(ALPHA / 2, 10) <= num_above <= scipy.stats.poisson.isf(ALPHA / 2, 10)
 
 
+def test_exponentials_are_accurate_and_have_the_same_bits_in_an_array_of_any_length():
+    exp = jax.jit(rng.exp)
+    x = np.append(np.linspace(-100, 88, 30011), [-np.inf, -87.33, 0.0]).astype(np.float32)
+    found = np.asarray(exp(x))
+    normal = x >= np.float32(-87.33)
+    assert np.abs(found[normal] / np.exp(x[normal].astype(np.float64)) - 1).max() <= 2.0**-21
+    assert not found[~normal].any() and found[-1] == 1
+    for length in (1, 3, 7, 13):
+        assert np.asarray(exp(x[9000 : 9000 + length])).tobytes() == found[9000 : 9000 + length].tobytes()
+
+
 def test_child_zero_keeps_the_seed_and_seeds_count_modulo_two_to_the_64():
     for seed in (0, 1, 42, 2**64 - 1, 2**64, 2**64 + 42, -1, -(2**70) + 3):
         assert rng.child_seed(seed, 0) == seed % 2**64
