@@ -205,6 +205,7 @@ def test_an_engine_on_a_mesh_gives_the_text_of_one_device(mesh, verify, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_the_command_line_takes_a_mesh_and_prints_the_same_text(capsys):
     printed = []
     for arguments in ([], ["--mesh", "data=2,tensor=3"]):
