@@ -18,6 +18,15 @@ from jaxsample.grammar import Matcher
 from jaxsample.guidance import Shortlist, add_scores, ends_row, guided_target, shortlist
 from jaxsample.guidance_modes import guide
 from jaxsample.guidance_rows import Guidance, make_guidance, needs_guidance, neutral_guidance
+from jaxsample.guided import (
+    CatchUp,
+    GuidedState,
+    admit_guided,
+    init_guided,
+    make_guided_step,
+    make_value_prefill,
+    num_catch_up_steps,
+)
 from jaxsample.history import History, append, start
 from jaxsample.intake import Request
 from jaxsample.kvcache import (
@@ -104,6 +113,7 @@ __all__ = [
     "STOP_TOKEN",
     "Buckets",
     "Candidates",
+    "CatchUp",
     "Cut",
     "Draft",
     "DraftLength",
@@ -112,6 +122,7 @@ __all__ = [
     "Features",
     "GivenNoise",
     "Guidance",
+    "GuidedState",
     "History",
     "KVCache",
     "Law",
@@ -142,6 +153,7 @@ __all__ = [
     "adaptive",
     "add_scores",
     "admit",
+    "admit_guided",
     "advance",
     "append",
     "as_stored",
@@ -172,6 +184,7 @@ __all__ = [
     "guided_target",
     "head_proposer",
     "init_cache",
+    "init_guided",
     "init_paged_cache",
     "init_write_metrics",
     "join_batch",
@@ -184,10 +197,12 @@ __all__ = [
     "make_decode_many",
     "make_decode_step",
     "make_guidance",
+    "make_guided_step",
     "make_params",
     "make_prefill",
     "make_split_step",
     "make_target",
+    "make_value_prefill",
     "map_rows",
     "model_proposer",
     "needs_guidance",
@@ -195,6 +210,7 @@ __all__ = [
     "neutral_params",
     "new_draft_length",
     "ngram_proposer",
+    "num_catch_up_steps",
     "own_rows",
     "penalize",
     "propose_ngram",

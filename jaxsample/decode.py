@@ -72,7 +72,7 @@ def make_decode_step(
     parts = step_parts(forward, unembed, limits, features, proposer, verify, *placed, draw=draw)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
-        _check_slots(cache if proposer is None else cache[0], limits)
+        check_slots(cache if proposer is None else cache[0], limits)
         return parts.step(weights, requests, cache, allowed, transform_args)
 
     return jax.jit(keep_layout(step, mesh, batch_axis), donate_argnums=(1, 2))
@@ -105,7 +105,7 @@ def make_split_step(
     parts = step_parts(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
 
     def ahead(weights, requests, cache, drafted):
-        _check_slots(cache if proposer is None else cache[0], limits)
+        check_slots(cache if proposer is None else cache[0], limits)
         return parts.forward(weights, requests, cache, drafted)
 
     def tail(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
@@ -145,7 +145,7 @@ def make_decode_many(
     parts = step_parts(forward, unembed, limits, features, proposer, verify)
 
     def decode_many(weights, requests: Requests, cache, transform_args=()):
-        _check_slots(cache if proposer is None else cache[0], limits)
+        check_slots(cache if proposer is None else cache[0], limits)
 
         def one(carry, _):
             requests, cache = carry
@@ -269,10 +269,7 @@ def step_parts(
                 transform_args=transform_args,
                 law=verify is not verify_match,
             )
-            verdict = verify(target, draft, tree)
-        with jax.named_scope("finish"):
-            verdict, status = finish(requests, verdict, limits=limits)
-            return (verdict, status, _emitted_logprobs(target, verdict, tree)), ()
+        return judge_target(target, requests, draft, tree, verify, limits), ()
 
     def judge_draw(logits, requests: Requests, draft, allowed, transform_args):
         """The same of tokens that `draw` gives all devices."""
@@ -298,23 +295,37 @@ def step_parts(
         judge_rows = judge_draw
 
     def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
-        (draft, draft_staged), (hidden, staged, logits) = drafted, ahead
-        (verdict, status, logprobs), _ = judge_rows(logits, requests, draft, allowed, transform_args)
-        with jax.named_scope("update"):
-            drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
-            record = pack(verdict, status, drafted, logprobs)
-            committed = cache if proposer is None else cache[0]
-            committed = commit(committed, staged, requests.length, verdict.path, verdict.count)
-            if proposer is not None:
-                state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
-                committed = (committed, state)
-            requests = advance(requests, verdict, status, drafted)
-        return requests, committed, record
+        judged, _ = judge_rows(ahead[2], requests, drafted[0], allowed, transform_args)
+        return take_verdict(proposer, weights, requests, cache, drafted, ahead, judged)
 
     return StepParts(propose, forward_pass, tail)
 
 
-def _check_slots(cache: Cache, limits: Limits):
+def judge_target(target: Target, requests: Requests, draft: Draft, tree: Tree, verify, limits: Limits):
+    """(Verdict, status i32[B], Logprobs [B, M] or None): what each row emits from its nodes' targets."""
+    with jax.named_scope("sample"):
+        verdict = verify(target, draft, tree)
+    with jax.named_scope("finish"):
+        verdict, status = finish(requests, verdict, limits=limits)
+        return verdict, status, _emitted_logprobs(target, verdict, tree)
+
+
+def take_verdict(proposer: Proposer | None, weights, requests: Requests, cache, drafted, ahead, judged):
+    """Commit what `judge_target` found and move the rows on: (requests, cache, record)."""
+    (draft, draft_staged), (hidden, staged, _), (verdict, status, logprobs) = drafted, ahead, judged
+    with jax.named_scope("update"):
+        num_drafted = jnp.where(requests.status == RUNNING, draft.num_live, 0)
+        record = pack(verdict, status, num_drafted, logprobs)
+        committed = cache if proposer is None else cache[0]
+        committed = commit(committed, staged, requests.length, verdict.path, verdict.count)
+        if proposer is not None:
+            state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
+            committed = (committed, state)
+        return advance(requests, verdict, status, num_drafted), committed, record
+
+
+def check_slots(cache: Cache, limits: Limits):
+    """Raise ValueError for a cache with fewer slots than requests may need."""
     if cache.num_slots < limits.max_length:
         raise ValueError(
             f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"

@@ -50,15 +50,17 @@ class KVCache:
     def num_slots(self) -> int:
         return self.keys.shape[2]
 
-    def places(self, slot, kept):
-        """The two indices behind the layer at which slots lie: row and slot, i32[B, M] each.
+    def places(self, slot, kept, rows=None):
+        """The two indices behind the layer at which slots lie: row and slot, i32[b, M] each.
 
         Args:
-          slot: i32[B, M], slots of each row, distinct along M.
-          kept: bool[B, M]; where False the slot lies beyond the end.
+          slot: i32[b, M], slots of each row, distinct along M.
+          kept: bool[b, M]; where False the slot lies beyond the end.
+          rows: i32[b], the rows they are slots of, distinct; None for all rows, b = B.
         """
         num_rows, num_steps = slot.shape
-        row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], slot.shape)
+        rows = jnp.arange(num_rows, dtype=jnp.int32) if rows is None else rows
+        row = jnp.broadcast_to(rows[:, None], slot.shape)
         # A slot of its own for each index that is dropped, so that all stay unique.
         beyond = self.num_slots + jnp.arange(num_steps, dtype=jnp.int32)[None, :]
         return row, jnp.where(kept, slot, beyond)
@@ -66,6 +68,10 @@ class KVCache:
     def read(self, array, layer):
         """One layer of a stacked array [L, B, S, ...]: [B, S, ...], a slice."""
         return array[layer]
+
+    def take(self, rows) -> "KVCache":
+        """A copy of some rows, i32[b], to read from."""
+        return jax.tree.map(lambda array: jnp.take(array, rows, axis=1, mode="clip"), self)
 
 
 Cache = KVCache | PagedKVCache
@@ -193,7 +199,7 @@ def as_stored(staged: Staged, cache: Cache) -> Staged:
     return stage(staged.keys, staged.values, cache.keys.dtype)
 
 
-def commit(cache: Cache, staged: Staged, lengths, path, count):
+def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
     """Write the accepted rows: node path[b, m] goes to slot lengths[b] + m, for m < count[b].
 
     Nothing else changes. Donate the cache to the jitted function that calls this and the write is in place.
@@ -206,6 +212,8 @@ def commit(cache: Cache, staged: Staged, lengths, path, count):
       lengths: i32[B], committed slots before this call.
       path: i32[B, M], nodes along the accepted path, the root first; entries at m >= count are ignored.
       count: i32[B], rows to write, 0 ... M. A slot at S or above, or on a page not allocated, is dropped.
+      rows: i32[b], distinct rows of the cache, where staged, lengths, path and count are of these b alone;
+        None for all.
 
     Returns:
       The cache, of the same type.
@@ -213,11 +221,11 @@ def commit(cache: Cache, staged: Staged, lengths, path, count):
     Raises:
       ValueError: shapes or dtypes that do not fit, at trace time.
     """
-    _check_shapes(cache, staged, lengths, path, count)
+    _check_shapes(cache, staged, lengths, path, count, rows)
     num_layers, num_nodes, num_emitted = cache.keys.shape[0], staged.keys.shape[2], path.shape[1]
     step = jnp.arange(num_emitted, dtype=jnp.int32)[None, :]
     slot = lengths[:, None] + step
-    major, minor = cache.places(slot, (step < count[:, None]) & (slot < cache.num_slots))
+    major, minor = cache.places(slot, (step < count[:, None]) & (slot < cache.num_slots), rows)
 
     layer = jnp.arange(num_layers, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(path.shape[0], dtype=jnp.int32)[None, :, None]
@@ -305,8 +313,8 @@ def count_writes(metrics: WriteMetrics, num_staged, verdict_count, running) -> W
     )
 
 
-def _check_shapes(cache: Cache, staged, lengths, path, count):
-    num_layers, num_rows = cache.keys.shape[0], cache.num_rows
+def _check_shapes(cache: Cache, staged, lengths, path, count, rows):
+    num_layers, num_rows = cache.keys.shape[0], cache.num_rows if rows is None else rows.shape[0]
     storage, heads = cache.keys.dtype, cache.keys.shape[3:]
     for name, new, old in (("keys", staged.keys, cache.keys), ("values", staged.values, cache.values)):
         expected = (num_layers, num_rows, *staged.keys.shape[2:3], *heads)

@@ -40,15 +40,17 @@ class PagedKVCache:
     def num_slots(self) -> int:
         return self.page_table.shape[1] * self.keys.shape[2]
 
-    def places(self, slot, kept):
-        """The two indices behind the layer at which slots lie: page and slot in the page, i32[B, M] each.
+    def places(self, slot, kept, rows=None):
+        """The two indices behind the layer at which slots lie: page and slot in the page, i32[b, M] each.
 
         Args:
-          slot: i32[B, M], slots of each row, distinct along M.
-          kept: bool[B, M]; where False, and where the page is not allocated, the page lies beyond the end.
+          slot: i32[b, M], slots of each row, distinct along M.
+          kept: bool[b, M]; where False, and where the page is not allocated, the page lies beyond the end.
+          rows: i32[b], the rows they are slots of, distinct; None for all rows, b = B.
         """
         num_pages, page_size = self.keys.shape[1:3]
-        page = jnp.take_along_axis(self.page_table, slot // page_size, axis=1, mode="clip")
+        table = self.page_table if rows is None else self.take(rows).page_table
+        page = jnp.take_along_axis(table, slot // page_size, axis=1, mode="clip")
         kept = kept & (page >= 0) & (page < num_pages)
         # A page of its own for each index that is dropped, so that all stay unique.
         num_rows, num_steps = slot.shape
@@ -60,6 +62,10 @@ class PagedKVCache:
         page = jnp.where(self.page_table < 0, self.keys.shape[1], self.page_table)
         pages = array.at[layer, page].get(mode="fill", fill_value=0)  # [B, pages_per_row, page_size, ...]
         return pages.reshape(self.num_rows, self.num_slots, *array.shape[3:])
+
+    def take(self, rows) -> "PagedKVCache":
+        """Some rows, i32[b]: the same pages behind fewer lines of the table."""
+        return dataclasses.replace(self, page_table=jnp.take(self.page_table, rows, axis=0, mode="clip"))
 
 
 def init_paged_cache(

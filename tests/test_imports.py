@@ -46,6 +46,7 @@ MODULE_ORDER = (
     "adaptive",
     "record",
     "decode",
+    "guided",
     "buckets",
     "staging",
     "slots",
