@@ -9,14 +9,9 @@ scopes of the step, and the kernels that took longest are printed.
 """
 
 import argparse
-import bisect
-import collections
 import dataclasses
-import re
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +20,7 @@ import numpy as np
 
 import jaxsample as js
 from benchmarks import cases, measure
+from benchmarks.stage_times import stage_times
 from models.attention import attend
 from models.attention_reduction import attend_by_reduction
 from models.decoder import DecoderConfig, decoder_functions
@@ -168,7 +164,7 @@ def _bench(case: Case, weights, options) -> dict:
         return state[0], state[1], record
 
     timing = measure.time_calls(call, options.calls)
-    stages, kernels = _profile(call, compiled)
+    stages, kernels = stage_times(call, compiled.as_text(), STAGES, NUM_PROFILED)
     if (np.asarray(state[0].status) != js.RUNNING).any():
         raise SystemExit("error: rows ended during timing, give more --slots")
     return {
@@ -187,65 +183,6 @@ def _bench(case: Case, weights, options) -> dict:
         "peak_bytes": measure.peak_temporaries(compiled),
         "baselines": {},
     }
-
-
-def _profile(call, compiled) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Device time by stage, and (name, launches, microseconds) of each kernel, all per step."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(NUM_PROFILED):
-                jax.block_until_ready(call(i))
-        file = sorted(Path(folder).glob("**/*.xplane.pb"))[-1]
-        events = _events(jax.profiler.ProfileData.from_file(str(file)))
-    stage_of = _stages_of_instructions(compiled.as_text())
-    stages = [stage_of.get(op) or stage_of.get(_plain(name)) for _, _, name, op in events]
-    totals = dict.fromkeys((*STAGES, "other"), 0.0)
-    kernels: dict[str, list[float]] = collections.defaultdict(list)
-    # Library kernels inside a CUDA graph name no instruction, and rewritten products lose their scope: they
-    # are told by what runs before and after, since stages run in order.
-    known = [index for index, stage in enumerate(stages) if stage]
-    for index, (_, duration, name, _) in enumerate(events):
-        at = bisect.bisect(known, index)
-        around = {stages[k] for k in known[max(at - 1, 0) : at + 1]}
-        if around == {"forward", "sample"}:
-            around = {"unembed"}
-        stage = stages[index] or (around.pop() if len(around) == 1 else "other")
-        totals[stage] += duration / 1e3 / NUM_PROFILED
-        kernels[f"{stage} {name}"].append(duration / 1e3)
-    per_step = lambda number: number / NUM_PROFILED
-    listing = [(name, per_step(len(times)), per_step(sum(times))) for name, times in kernels.items()]
-    return totals, sorted(listing, key=lambda entry: -entry[2])
-
-
-def _events(data) -> list[tuple[float, float, str, str]]:
-    """(start, nanoseconds, kernel, instruction of the program or "") of what ran on the device, in order."""
-    on_gpu = jax.default_backend() == "gpu"
-    events = []
-    for plane in data.planes:
-        if on_gpu and "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if on_gpu and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                op = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
-                if on_gpu or op:  # on a CPU the host's own events are beside them
-                    events.append((event.start_ns, event.duration_ns, event.name, op))
-    return sorted(events)
-
-
-def _stages_of_instructions(text: str) -> dict[str, str]:
-    """Stage by instruction of a compiled program, both as written and as kernels spell it."""
-    found = {}
-    scopes = "|".join(STAGES)
-    pattern = rf'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="[^"]*?/({scopes})/'
-    for name, stage in re.findall(pattern, text, re.MULTILINE):
-        found[name] = found[_plain(name)] = stage
-    return found
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]", "_", name)
 
 
 def _print_row(row) -> None:

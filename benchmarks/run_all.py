@@ -21,6 +21,8 @@ GPU = {
     "commit": (),
     "decode": (),
     "engine": (),
+    "mesh_step": (),
+    "guided": (),
 }
 CPU = {
     "sample": ("--batch", "1", "8", "--vocab", "32000", "--kinds", "lm"),
