@@ -1,0 +1,218 @@
+"""Requests and arrays of other software: every field is served or refused by name, and means the same here."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsample as js
+from jaxsample import interop
+
+V = 101
+LIMITS = js.Limits(V, max_length=64, num_logprobs=5)
+
+
+def rows(told, **rest):
+    return js.make_params(LIMITS, **{"seed": 0, **told.params}, **rest)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_body_becomes_the_same_request():
+    body = {
+        "model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0.7,
+        "top_p": 0.9, "n": 2, "seed": 11, "frequency_penalty": 0.5, "presence_penalty": -0.5, "max_completion_tokens": 9,
+        "logit_bias": {"5": -100, "7": 3}, "logprobs": True, "top_logprobs": 3, "stop": "END", "user": None,
+        "response_format": {"type": "text"},
+    }  # fmt: skip
+    told = interop.from_openai(body)
+    assert told.params == dict(
+        temperature=0.7, top_p=0.9, n=2, seed=11, frequency_penalty=0.5, presence_penalty=-0.5, max_tokens=9,
+        logit_bias={5: -np.inf, 7: 3.0}, logprobs=3,
+    )  # fmt: skip
+    assert told.stop_strings == ("END",) and told.filter_order == "vllm"
+    params, stop = rows(told)
+    assert len(params.seed) == 2 and stop.max_tokens[0] == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": 4}, 4),
+        ({"logprobs": 0}, 0),
+    ],
+)
+def test_both_spellings_of_logprobs(body, logprobs):
+    assert interop.from_openai(body).params.get("logprobs") == logprobs
+
+
+class Struct:
+    """As vllm.SamplingParams is: fields named by the class, private ones among them."""
+
+    __struct_fields__ = ("n", "temperature", "top_k", "max_tokens", "stop", "stop_token_ids", "_eos", "detokenize", "top_p",
+                         "bad_words", "logprobs", "extra_args")  # fmt: skip
+
+    def __init__(self, **given):
+        for name in self.__struct_fields__:
+            setattr(self, name, given.get(name))
+
+
+def test_sampling_params_of_vllm_become_the_same_request():
+    given = dict(
+        n=1,
+        temperature=0.0,
+        top_k=-1,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        _eos=4,
+        detokenize=True,
+        bad_words=[],
+    )
+    told = interop.from_vllm(Struct(**given))
+    assert told.params == dict(n=1, temperature=0.0, top_k=-1, stop_token_ids=[3], max_tokens=None)
+    assert told.stop_strings == ("a", "b")
+    assert interop.from_vllm({}).params == {"max_tokens": 16}, "its default"
+    params, stop = rows(told)
+    assert params.top_k[0] == 0 and stop.stop_ids[0, 0] == 3
+
+
+def test_a_generation_config_becomes_the_same_request():
+    published = {
+        "bos_token_id": 1, "pad_token_id": 1, "do_sample": True, "eos_token_id": [2, 3], "repetition_penalty": 1.1,
+        "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0",
+    }  # fmt: skip
+    told = interop.from_hf_generation_config(published)
+    assert told.params == dict(
+        temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, eos_token_ids=[2, 3]
+    )
+    assert told.filter_order == "hf"
+    shown = types.SimpleNamespace(to_dict=lambda: {"max_new_tokens": 8, "eos_token_id": 2, "num_return_sequences": 1,
+                                                   "suppress_tokens": [9], "sequence_bias": [[[4], -1.0]]})  # fmt: skip
+    told = interop.from_hf_generation_config(shown)
+    assert told.params == dict(
+        temperature=0.0, max_tokens=8, n=1, eos_token_ids=[2], banned_token_ids=[9], logit_bias={4: -1.0}
+    )
+    assert interop.from_hf_generation_config({"do_sample": True}).params == {"top_k": 50}
+
+
+def test_lengths_that_count_the_prompt_need_its_length():
+    config = {"max_length": 30, "min_length": 12}
+    assert interop.from_hf_generation_config(config, 10).params == dict(
+        temperature=0.0, max_tokens=20, min_tokens=2
+    )
+    assert "max_tokens" not in interop.from_hf_generation_config({"max_length": 20}).params, "its default"
+    assert (
+        interop.from_hf_generation_config({"max_length": 30, "max_new_tokens": 5}).params["max_tokens"] == 5
+    )
+    with pytest.raises(ValueError, match="max_length is 30 and counts the prompt: prompt_length"):
+        interop.from_hf_generation_config(config)
+
+
+@pytest.mark.parametrize(
+    ("translate", "fields", "named"),
+    [
+        (interop.from_openai, {"temprature": 1}, "temprature is 1, a field that is not known"),
+        (interop.from_openai, {"best_of": 4}, "best_of is 4, allowed is None, 1"),
+        (interop.from_openai, {"tools": [{"type": "function"}]}, "tools is"),
+        (interop.from_openai, {"response_format": {"type": "json_object"}}, "response_format is"),
+        (interop.from_openai, {"top_logprobs": 2}, "top_logprobs is 2"),
+        (interop.from_openai, {"logprobs": False, "top_logprobs": 2}, "top_logprobs is 2"),
+        (interop.from_openai, {"stop": [""]}, "stop holds ''"),
+        (interop.from_vllm, {"structured_outputs": {"json": {}}}, "structured_outputs is"),
+        (interop.from_vllm, {"bad_words": ["no"]}, "bad_words are strings"),
+        (interop.from_vllm, {"logprobs": -1}, "logprobs is -1"),
+        (interop.from_vllm, {"use_beam_search": True}, "use_beam_search is True, a field that is not known"),
+        (interop.from_hf_generation_config, {"num_beams": 4}, "num_beams is 4"),
+        (interop.from_hf_generation_config, {"typical_p": 0.9}, "typical_p is 0.9, allowed is None, 1.0"),
+        (interop.from_hf_generation_config, {"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3"),
+        (
+            interop.from_hf_generation_config,
+            {"sequence_bias": {(4, 5): 1.0}},
+            "sequence_bias has the sequence",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(translate, fields, named):
+    with pytest.raises(ValueError) as refused:
+        translate(fields)
+    assert named in str(refused.value)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def test_bitmasks_are_the_same_words_and_not_copied():
+    words = np.array([[-1, 5], [0, -(2**31)]], np.int32)
+    allowed = interop.as_allowed(words)
+    assert allowed.dtype == np.uint32 and np.shares_memory(allowed, words)
+    assert allowed.tolist() == [[2**32 - 1, 5], [0, 2**31]]
+    assert interop.as_allowed(words[0]).shape == (1, 2)
+    with pytest.raises(ValueError, match=r"bitmask is int64\[2\]"):
+        interop.as_allowed(np.zeros(2, np.int64))
+
+
+def test_sentinels_and_columns_of_other_loops_are_the_rows_of_make_params():
+    found = interop.from_arrays(
+        LIMITS,
+        temperature=np.array([[-1.0], [0.0], [0.7], [1.3]], np.float32),
+        top_k=np.array([2**30, -1, V, 7], np.int32),
+        top_p=0.9,
+        seed=np.arange(4, dtype=np.int32),
+    )
+    words = [
+        dict(temperature=0.0),
+        dict(temperature=0.0),
+        dict(temperature=0.7),
+        dict(temperature=1.3, top_k=7),
+    ]
+    wanted, _ = js.stack_rows(
+        [js.make_params(LIMITS, top_p=0.9, seed=i, **each) for i, each in enumerate(words)]
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert ours.dtype == theirs.dtype and (np.asarray(ours) == theirs).all()
+    for name, value in (("top_k", np.zeros(3, np.int32)), ("temperature", np.ones((4, 2), np.float32))):
+        with pytest.raises(ValueError, match=f"{name} has shape"):
+            interop.from_arrays(LIMITS, seed=np.arange(4), **{name: value})
+    with pytest.raises(ValueError, match="seed has shape"):
+        interop.from_arrays(LIMITS, seed=np.zeros((4, 3), np.uint32))
+
+
+def test_a_sampler_for_loops_that_split_a_key_runs_in_their_while_loop():
+    sample_fn = interop.as_sample_fn(LIMITS, js.Features(tier="filtered", full_rows=False), top_k=3)
+    logits = np.random.default_rng(0).normal(0, 2, (6, 1, V)).astype(np.float32)
+    temperature = jnp.array([[-1.0], [1], [1], [1], [1], [1]], jnp.float32)
+
+    @jax.jit
+    def loop(logits, key):
+        def body(carry):
+            step, key, said = carry
+            key, own = jax.random.split(key)
+            return step + 1, key, said.at[step].set(sample_fn(logits, own, temperature=temperature))
+
+        said = jnp.zeros((64, 6), jnp.int32)
+        return jax.lax.while_loop(lambda carry: carry[0] < 64, body, (0, key, said))[2]
+
+    said = np.asarray(loop(logits, jax.random.key(3)))
+    assert (said[:, 0] == logits[0, 0].argmax()).all()
+    for row in range(1, 6):
+        best = set(np.argsort(-logits[row, 0])[:3].tolist())
+        assert set(said[:, row].tolist()) <= best and len(set(said[:, row].tolist())) > 1
+    assert (np.asarray(loop(logits, jax.random.key(3))) == said).all()
+    assert (np.asarray(loop(logits, jax.random.key(4))) != said).any()
+
+
+def test_rows_of_one_key_and_steps_of_one_stream_have_seeds_of_their_own():
+    key = jax.random.key(0)
+    seeds = np.concatenate([np.asarray(interop.seeds_of_key(k, 512)) for k in jax.random.split(key, 4)])
+    assert seeds.dtype == np.uint32 and seeds.shape == (2048, 2)
+    assert len({tuple(seed) for seed in seeds.tolist()}) == 2048
+    assert (
+        np.asarray(interop.seeds_of_key(jax.random.PRNGKey(0), 3)) == np.asarray(interop.seeds_of_key(key, 3))
+    ).all()
