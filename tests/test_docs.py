@@ -14,7 +14,14 @@ import jaxsample
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 LISTED_FOLDERS = ("jaxsample", "models", "scripts", "benchmarks", "tests")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/contract.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/design.md",
+    "docs/contract.md",
+    "docs/measured.md",
+]
 
 
 def code_block(mark: str) -> str:
@@ -33,6 +40,8 @@ def test_the_example_runs_and_its_greedy_row_is_the_largest_logit():
     assert printed.getvalue().strip() == str(tokens)
     assert int(tokens[1]) == int(jnp.argmax(names["logits"][1]))
     assert 0 <= int(tokens[0]) < 50_000
+    exec(compile(code_block("interop"), "README.md", "exec"), names)
+    assert names["stop"].max_tokens[0] == 100 and names["told"].stop_strings == ("\n\n",)
 
 
 def test_the_example_fits_in_fifteen_lines():
