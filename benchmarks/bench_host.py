@@ -146,9 +146,9 @@ def _run(options, buckets, asked: list[_Asked]) -> list[np.ndarray | None]:
     launch = engine._launch
 
     def kept(plan):
-        record = launch(plan)
-        records.append(None if record is None else np.asarray(record))
-        return record
+        launched = launch(plan)
+        records.append(np.asarray(engine._in_flight[-1][1]) if launched else None)
+        return launched
 
     engine._launch = kept
     waiting = asked[::-1]

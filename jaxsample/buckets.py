@@ -111,6 +111,35 @@ def make_buckets(limits: Limits, num_slots: int, page_size: int, features: Seque
     )
 
 
+def check_sizes(
+    limits: Limits, buckets: Buckets, num_pages: int, page_size: int, max_waiting: int, width: int
+) -> None:
+    """Refuse sizes of an engine that do not fit together; width is the most tokens a step can emit."""
+    if page_size < width:
+        raise ValueError(f"page_size is {page_size}, allowed is at least the {width} tokens a step can emit")
+    for length in buckets.lengths:
+        if length % page_size:
+            raise ValueError(
+                f"buckets.lengths has {length}, allowed are multiples of page_size = {page_size}"
+            )
+    longest = buckets.lengths[-1]
+    if longest < limits.max_length:
+        raise ValueError(
+            f"buckets.lengths end at {longest}, expected at least max_length = {limits.max_length}"
+        )
+    for name, value in (("num_pages", num_pages), ("max_waiting", max_waiting)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, allowed are integers from 1")
+    for features in buckets.features:
+        if features.transforms:
+            raise ValueError("buckets.features hold transforms, which an engine has no arguments for")
+        if features.num_logprobs > limits.num_logprobs:
+            raise ValueError(
+                f"features compute {features.num_logprobs} logprobs, allowed are limits.num_logprobs = "
+                f"{limits.num_logprobs}"
+            )
+
+
 def _steps(num_slots: int) -> list[int]:
     sizes = [1]
     while sizes[-1] * 4 < num_slots:

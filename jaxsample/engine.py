@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample import slots
-from jaxsample.buckets import Buckets, compile_ahead
+from jaxsample.buckets import Buckets, check_sizes, compile_ahead
 from jaxsample.draft import ROOT, Tree
 from jaxsample.grammar import fill_masks
 from jaxsample.intake import Intake, Request
@@ -116,7 +116,7 @@ class Engine:
           ValueError: sizes that do not fit together.
         """
         width = 1 if proposer is None else proposer.tree.max_depth + 1
-        _check_sizes(limits, buckets, num_pages, page_size, max_waiting, width)
+        check_sizes(limits, buckets, num_pages, page_size, max_waiting, width)
         self.limits, self.buckets = limits, buckets
         self._max_waiting = max_waiting
         self._tree: Tree = ROOT if proposer is None else proposer.tree
@@ -158,7 +158,10 @@ class Engine:
                     batch_axis=batch_axis,
                 )
             )
-        self._in_flight: tuple[Plan, Any] | None = None
+        self._in_flight: collections.deque[tuple[Plan, Any]] = collections.deque()  # launched, not taken in
+        self._begun: tuple[Plan, Any] | None = None  # a step whose masks are to be made
+        self._reading = False
+        self._failure: str | None = None
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._submitting, self._stepping = threading.Lock(), threading.Lock()
         self._num_submitted = 0  # written by who submits
@@ -199,11 +202,13 @@ class Engine:
             needs more slots, pages or stages than the engine has. Nothing has changed then.
           TypeError: a parameter that does not exist.
           QueueFull: `max_waiting` requests wait; step and try again.
+          RuntimeError: the engine has failed, see `step`.
         """
+        self._check_alive()
         accepted = self._intake.accept(request)
         matchers = [None if request.grammar is None else request.grammar() for _ in accepted.words]
         samples = [
-            Sample(index, accepted.num_logprobs, matcher, accepted.ends)
+            Sample(index, accepted.num_logprobs, matcher, accepted.ends, owner=self)
             for index, matcher in enumerate(matchers)
         ]
         stream = Stream(accepted.request, tuple(samples), self.step)
@@ -217,8 +222,12 @@ class Engine:
         return stream
 
     def cancel(self, target: Stream | Sample) -> None:
-        """End a request or one of its samples with status CANCELLED, at the next step; what is done stays."""
-        for sample in target.samples if isinstance(target, Stream) else (target,):
+        """End a request or one of its samples with status CANCELLED, at the next step; what is done stays.
+
+        Raises:
+          ValueError: a target that is not this engine's.
+        """
+        for sample in self._samples_of(target):
             self._inbox.append(functools.partial(self._scheduler.cancel, sample))
 
     def change(self, stream: Stream, **params: Any) -> None:
@@ -229,8 +238,11 @@ class Engine:
           params: the arguments of `make_params` that change; the others, and the seed, stay. n cannot change.
 
         Raises:
-          ValueError, TypeError: as `submit`; nothing has changed then.
+          ValueError, TypeError: as `submit`, or a stream of another engine; nothing has changed then.
         """
+        if not isinstance(stream, Stream):
+            raise ValueError(f"stream is {stream!r}, allowed is a Stream of this engine")
+        self._samples_of(stream)
         old = stream.request
         if params.get("n", len(stream.samples)) != len(stream.samples):
             raise ValueError(f"n is {params['n']}, allowed is {len(stream.samples)}: it cannot change")
@@ -244,22 +256,39 @@ class Engine:
             self._inbox.append(functools.partial(self._change, sample, words, accepted.level, accepted.ends))
 
     def step(self) -> bool:
-        """Launch the next step and take in the last one; whether there is more to do."""
+        """Launch the next step and take in the last one; whether there is more to do.
+
+        Raises:
+          RuntimeError: an earlier step failed. What interrupts a step while it waits for the device, as
+            Ctrl-C does, loses nothing: the next call goes on. After any other error the device's state is
+            unknown; all requests then end with status ERROR, and the engine takes no more.
+        """
         with self._stepping:
-            while self._inbox:
-                self._inbox.popleft()()
-            plan = self._scheduler.plan()
-            launched = self._launch(plan)
-            self._take_in()
-            if launched is not None:
-                record = self._complete(plan, *launched) if plan.masked else launched
-                self._in_flight = (plan, record)
-            return bool(self._inbox) or self._in_flight is not None or self._scheduler.has_work
+            self._check_alive()
+            try:
+                self._step()
+            except BaseException as error:
+                if isinstance(error, Exception) or not self._reading:
+                    self._fail(f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                self._reading = False
+            return bool(self._inbox or self._in_flight or self._begun) or self._scheduler.has_work
 
     def run(self) -> None:
         """Step until all is done."""
         while self.step():
             pass
+
+    def _samples_of(self, target: Stream | Sample) -> tuple[Sample, ...]:
+        samples = target.samples if isinstance(target, Stream) else (target,)
+        if not all(isinstance(sample, Sample) and sample.owner is self for sample in samples):
+            raise ValueError(f"target is {target!r}, allowed are a Stream and a Sample of this engine")
+        return samples
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has failed ({self._failure}): make a new one")
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -271,8 +300,21 @@ class Engine:
         sample.ends = ends
         self._scheduler.change(sample, words, level)
 
-    def _launch(self, plan: Plan):
-        """Start the plan's programs: the step's record, with grammars what the tail needs, or None."""
+    def _step(self) -> None:
+        # An interrupted step has left two records, or one whose masks are to be made: these come first.
+        launched = self._begun is not None or len(self._in_flight) > 1
+        if not launched:
+            while self._inbox:
+                self._inbox.popleft()()
+            launched = self._launch(self._scheduler.plan())
+        while len(self._in_flight) > (1 if launched and self._begun is None else 0):
+            self._take_in()
+        if self._begun is not None:
+            self._complete(*self._begun)
+            self._begun = None
+
+    def _launch(self, plan: Plan) -> bool:
+        """Start the plan's programs; whether a step is among them."""
         programs, weights = self._programs, self._weights
         if plan.updates is not None:
             self._state = programs["update", len(plan.updates)](self._state, plan.updates)
@@ -282,30 +324,45 @@ class Engine:
         if plan.copies is not None:
             self._state = programs[("copy pages",)](self._state, plan.copies)
         if not len(plan.slots):
-            return None
+            return False
         shape = len(plan.record), plan.length
         if plan.masked:
-            return programs["look ahead", *shape](weights, self._state, plan.record)
+            self._begun = plan, programs["look ahead", *shape](weights, self._state, plan.record)
+            return True
         self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
         record.copy_to_host_async()
-        return record
+        self._in_flight.append((plan, record))
+        return True
 
-    def _complete(self, plan: Plan, drafted, ahead):
+    def _complete(self, plan: Plan, launched) -> None:
+        drafted, ahead = launched
         program = self._programs["complete", len(plan.record), plan.length]
         masks = self._masks(plan, drafted)
         self._state, record = program(self._weights, self._state, plan.record, drafted, ahead, masks)
         record.copy_to_host_async()
-        return record
+        self._in_flight.append((plan, record))
 
     def _take_in(self) -> None:
-        if self._in_flight is None:
-            return
-        plan, record = self._in_flight
-        self._in_flight = None
-        self._scheduler.deliver(plan, np.asarray(record))
+        plan, record = self._in_flight[0]
+        self._reading = True
+        record = np.asarray(record)  # waits for the device
+        self._reading = False
+        self._in_flight.popleft()
+        self._scheduler.deliver(plan, record)
         if plan.masked:
             for _, sample in self._scheduler.with_grammar(plan):
                 self._attempt(sample, self._follow, sample)
+
+    def _fail(self, error: str) -> None:
+        """End all requests: nobody knows what the device's state is."""
+        self._failure = error
+        while self._inbox:
+            act = self._inbox.popleft()
+            if getattr(act, "func", None) == self._queue:
+                act()
+        self._in_flight.clear()
+        self._begun = None
+        self._scheduler.fail_all(f"the engine has failed: {error}")
 
     def _follow(self, sample: Sample) -> None:
         """Tell a sample's matcher what it emitted."""
@@ -336,31 +393,3 @@ class Engine:
             self._scheduler.fail(sample, f"{type(error).__name__}: {error}")
             return False
         return True
-
-
-def _check_sizes(
-    limits: Limits, buckets: Buckets, num_pages: int, page_size: int, max_waiting: int, width: int
-) -> None:
-    if page_size < width:
-        raise ValueError(f"page_size is {page_size}, allowed is at least the {width} tokens a step can emit")
-    for length in buckets.lengths:
-        if length % page_size:
-            raise ValueError(
-                f"buckets.lengths has {length}, allowed are multiples of page_size = {page_size}"
-            )
-    longest = buckets.lengths[-1]
-    if longest < limits.max_length:
-        raise ValueError(
-            f"buckets.lengths end at {longest}, expected at least max_length = {limits.max_length}"
-        )
-    for name, value in (("num_pages", num_pages), ("max_waiting", max_waiting)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, allowed are integers from 1")
-    for features in buckets.features:
-        if features.transforms:
-            raise ValueError("buckets.features hold transforms, which an engine has no arguments for")
-        if features.num_logprobs > limits.num_logprobs:
-            raise ValueError(
-                f"features compute {features.num_logprobs} logprobs, allowed are limits.num_logprobs = "
-                f"{limits.num_logprobs}"
-            )

@@ -146,6 +146,17 @@ class Scheduler:
         if slot is not None:
             self.seats.vacate(slot, ERROR, error)
 
+    def fail_all(self, error: str) -> None:
+        """End all samples, seated and waiting, with status ERROR."""
+        for slot in range(self.seats.num_slots):
+            if self.seats.sample[slot] is not None:
+                self.seats.vacate(slot, ERROR, error)
+        for _, ticket in self._queue:
+            for sample in ticket.samples:
+                sample.leave_seat(ERROR, error)
+        self._queue.clear()
+        self._committed.clear()
+
     # --- before a step --------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:

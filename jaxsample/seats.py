@@ -222,6 +222,7 @@ class Seats:
         ticket = self.ticket_at(slot)
         row = ticket.samples.index(self.sample_at(slot))
         ticket.words[row] = words
+        ticket.level = max(ticket.level, level)  # it may be seated anew before it runs
         self.level[slot] = level
         self._rows = None
         self._changes.setdefault(slot, (CHANGE, ticket, row))

@@ -55,6 +55,8 @@ def map_rows(
     """
     if axis is None:
         if mesh is not None or batch_axis:
+            if mesh is None:
+                raise ValueError(f"batch_axis is {batch_axis!r}, but neither a mesh nor an axis is given")
             raise ValueError(f"axis is None, expected one of the mesh's axes {_mesh_names(mesh)}")
         return fn
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)

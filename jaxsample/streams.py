@@ -103,9 +103,15 @@ class Sample:
     """
 
     def __init__(
-        self, index: int, num_logprobs: int, matcher: Any = None, ends: frozenset[int] = frozenset()
+        self,
+        index: int,
+        num_logprobs: int,
+        matcher: Any = None,
+        ends: frozenset[int] = frozenset(),
+        owner: Any = None,
     ):
         self.index = index
+        self.owner = owner  # the engine
         self.num_logprobs = num_logprobs
         self.matcher, self.ends = matcher, ends  # for the engine: a grammar, and the ids that end the request
         self.num_matched = 0  # tokens that the matcher has accepted

@@ -19,6 +19,8 @@ PARAMS = tuple(
     if name not in ("limits", "eos_token_ids", "prompt_length")
 )
 
+_DEEPEST = 32  # arrays and objects within one another in a line
+
 
 def read_fields(
     line: str | bytes, prompts: Collection[str] = ("prompt", "messages"), others: Collection[str] = ()
@@ -44,7 +46,19 @@ def read_object(line: str | bytes) -> dict[str, Any]:
         raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
+    _check_depth(fields)
     return fields
+
+
+def _check_depth(fields: dict[str, Any]) -> None:
+    """Refuse what is nested so deeply that writing it again could fail."""
+    level: list[Any] = [fields]
+    for _ in range(_DEEPEST + 1):
+        nested = [x for x in level if isinstance(x, dict | list)]
+        if not nested:
+            return
+        level = [y for x in nested for y in (x.values() if isinstance(x, dict) else x)]
+    raise ValueError(f"nested more than {_DEEPEST} deep")
 
 
 def check_fields(
@@ -108,7 +122,10 @@ def prepare(
     words = [spelling for word in fields.get("bad_words", ()) for spelling in (word, " " + word)]
     spellings = [text.encode(word, add_special_tokens=False) for word in words]
     if spellings:
-        params["bad_words_ids"] = [*params.get("bad_words_ids", ()), *spellings]
+        given = params.get("bad_words_ids", [])
+        if not isinstance(given, list | tuple):
+            raise ValueError(f"bad_words_ids is {given!r}, expected a list of lists of token ids")
+        params["bad_words_ids"] = [*given, *spellings]
     params["eos_token_ids"] = text.eos_token_ids
     if "prompt_token_ids" in fields:
         return fields["prompt_token_ids"], params

@@ -264,6 +264,84 @@ def test_changed_parameters_hold_from_the_next_step_on(engine):
     assert set(tokens[changed:]) <= {50, 51, 52} and len(tokens) == 12
 
 
+def test_a_change_holds_for_a_request_that_gives_way_before_it_runs(engine):
+    stream = engine.submit(Request(list(range(1, 41)), {"seed": 3, "n": 2, "max_tokens": 6}))
+    engine.step()
+    engine.step()
+    assert stream.samples[0].status == js.RUNNING
+    engine.change(stream, allowed_token_ids=[50, 51, 52])  # needs other stages than the request came with
+    engine.cancel(stream.samples[1])  # the prompt is not committed yet: all begins anew
+    engine.run()
+    tokens, _, status = next(alone([stream.request]))
+    assert stream.samples[0].tokens().token_ids.tolist() == tokens and set(tokens) <= {50, 51, 52}
+    assert stream.samples[0].status == status and idle(engine)
+
+
+class Interrupting:
+    """NumPy for the engine, whose every second wait for the device ends in `error`."""
+
+    def __init__(self, engine, error):
+        self.engine, self.error, self.num_waits = engine, error, 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def asarray(self, value):
+        self.num_waits += self.engine._reading
+        if self.engine._reading and self.num_waits % 2:
+            raise self.error
+        return np.asarray(value)
+
+
+def run_interrupted(engine, monkeypatch):
+    """`run`, gone on with after every interrupt; how many there were."""
+    num_interrupts = 0
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxsample.engine.np", Interrupting(engine, KeyboardInterrupt()))
+        while True:
+            try:
+                if not engine.step():
+                    return num_interrupts
+            except KeyboardInterrupt:
+                num_interrupts += 1
+
+
+def test_a_step_interrupted_while_it_waits_is_gone_on_with(engine, monkeypatch):
+    requests = [Request([3, seed], {"seed": seed, "max_tokens": 12}) for seed in range(6)]
+    streams = [engine.submit(request) for request in requests]
+    assert run_interrupted(engine, monkeypatch) > 5
+    for stream, (tokens, _, status) in zip(streams, alone(requests), strict=True):
+        assert stream.samples[0].tokens().token_ids.tolist() == tokens
+        assert stream.samples[0].status == status
+    assert idle(engine)
+
+
+def test_targets_of_other_engines_are_refused_and_an_engine_whose_device_fails_says_so(engine, monkeypatch):
+    buckets = Buckets(rows=(2,), lengths=(S,), prefill=((1, 16),), features=FEATURES[:1], updates=(2,))
+    other = make_engine(buckets=buckets)
+    streams = [other.submit(Request([1], {"seed": seed, "max_tokens": 9})) for seed in range(3)]
+    for target in (streams[0], streams[0].samples[0], None):
+        with pytest.raises(ValueError, match="of this engine"):
+            engine.cancel(target)
+    with pytest.raises(ValueError, match="of this engine"):
+        engine.change(streams[0], max_tokens=2)
+    for _ in range(4):
+        other.step()
+    emitted = [stream.samples[0].tokens().token_ids.tolist() for stream in streams]
+    monkeypatch.setattr("jaxsample.engine.np", Interrupting(other, ArithmeticError("the device is gone")))
+    late = other.submit(Request([2], {"max_tokens": 3}))
+    with pytest.raises(ArithmeticError):
+        other.run()
+    for stream, tokens in zip([*streams, late], [*emitted, []], strict=True):
+        sample = stream.samples[0]
+        assert sample.finish_reason == "error" and "ArithmeticError: the device is gone" in sample.error
+        assert sample.tokens().token_ids.tolist()[: len(tokens)] == tokens
+    for act in (other.step, other.run, lambda: other.submit(Request([1]))):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            act()
+    assert other.stats.num_seated == other.stats.num_waiting == 0
+
+
 def test_the_queue_is_bounded_and_a_refused_request_changes_nothing(engine):
     streams = [engine.submit(Request([1], {"seed": seed, "max_tokens": 2})) for seed in range(64)]
     assert engine.room == 0
@@ -343,7 +421,7 @@ class Alternating:
 
 
 @pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.large), 2])
-def test_grammars_hold_their_own_rows_and_touch_no_others(num_drafts):
+def test_grammars_hold_their_own_rows_and_touch_no_others(num_drafts, monkeypatch):
     proposer = js.ngram_proposer(js.chain(num_drafts), max_ngram=2) if num_drafts else None
     buckets = Buckets(rows=(6,), lengths=(S,), prefill=((2, 16),), features=FEATURES[1:], updates=(6,))
     engine = make_engine(buckets=buckets, grammars=True, proposer=proposer, num_pages=30)
@@ -354,7 +432,7 @@ def test_grammars_hold_their_own_rows_and_touch_no_others(num_drafts):
     ]
     streams = [engine.submit(request) for pair in zip(free, ruled) for request in pair]
     streams += [engine.submit(request) for request in ruled[6:]]
-    engine.run()
+    run_interrupted(engine, monkeypatch)
     for stream, (tokens, _, status) in zip(streams[:12:2], alone(free), strict=True):
         assert stream.samples[0].tokens().token_ids.tolist() == tokens
         assert stream.samples[0].status == status

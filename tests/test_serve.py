@@ -177,6 +177,8 @@ def test_bad_lines_get_one_error_each_and_touch_no_others(checkpoint, tmp_path):
         (b"nonsense", "not valid JSON"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": "a", "id": ' + b"[" * 500 + b"]" * 500 + b"}", "nested more than 32 deep"),
+        ({"prompt": "a", "bad_words": ["b"], "bad_words_ids": None}, "bad_words_ids is None"),
         ([], "not a JSON object"),
         ({"prompt": "a", "topp": 1}, "unknown keys topp"),
         ({"temperature": 1}, "needs either"),
