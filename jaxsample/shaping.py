@@ -115,9 +115,13 @@ def _add_bias(z, params: SamplingParams):
     num_entries = params.bias_ids.shape[1]
     if num_entries <= _MAX_COMPARED:
         token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        # Ids are distinct, so at most one term is not 0. Each sum is used once: a chain of selects between z and
+        # z + bias, which uses each twice, took jaxlib 0.12 exponential time to compile where V is at most 128.
+        added = jnp.zeros_like(z)
         for entry in range(num_entries):
-            z = jnp.where(token == params.bias_ids[:, entry, None], z + params.bias_values[:, entry, None], z)
-        return z
+            is_token = token == params.bias_ids[:, entry, None]
+            added = added + jnp.where(is_token, params.bias_values[:, entry, None], 0)
+        return z + added
     rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
     # PAD goes beyond the end, where it is dropped: -1 would wrap.
     ids = jnp.where(params.bias_ids < 0, z.shape[1], params.bias_ids)

@@ -15,6 +15,8 @@ from models.text import Text
 from models.tokenizer_gguf import special_tokens, tokenizer_from_gguf
 from models.weights import GGUF, assemble
 
+_BLOCK = 1 << 18  # values
+
 
 def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, Text | None]:
     """Loads a GGUF file; quantised tensors are expanded to `dtype`.
@@ -38,11 +40,10 @@ def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, T
     config = decoder_config(metadata, shapes, _frequency_factors(tensors))
 
     def read(name: str) -> np.ndarray:
-        values = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        values = _expanded(tensors[name], dtype)
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
         if metadata["general.architecture"] == "llama" and heads:
             values = pair_halves(values, heads)
-        values = values.astype(dtype)
         # The file is mapped: what was read of it would stay in memory beside the weights.
         reader.data._mmap.madvise(mmap.MADV_DONTNEED)
         return values
@@ -134,6 +135,17 @@ def pair_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
     """
     rows = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.swapaxes(rows, 1, 2).reshape(values.shape)
+
+
+def _expanded(tensor: Any, dtype: Any) -> np.ndarray:
+    """The tensor's values in `dtype`; in float32, as the reader expands them, at most `_BLOCK` of them at a time."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    values = np.empty((len(rows), shape[-1]), dtype)
+    step = max(1, _BLOCK // shape[-1])
+    for start in range(0, len(rows), step):
+        values[start : start + step] = gguf.dequantize(rows[start : start + step], tensor.tensor_type)
+    return values.reshape(shape)
 
 
 def _frequency_factors(tensors: dict[str, Any]) -> tuple[float, ...] | None:
