@@ -18,6 +18,7 @@ import numpy as np
 
 import jaxsample as js
 from benchmarks import measure
+from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, decoder_functions
 from models.presets import preset
 from models.random_weights import random_weights
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         features=(features,),
         updates=(options.batch,),
     )
-    forward, unembed = decoder_functions(config)
+    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size))
 
     def new_cache(num_pages, page_size, table):
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_size)
@@ -69,19 +70,21 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"compiled in {time.perf_counter() - begun:.1f} s")
     requests = _requests(config, options)
     streams = [engine.submit(request) for request in requests]
-    while engine.stats.num_windows < NUM_CHECKED * options.batch:
+    while min(len(stream.samples[0].tokens().token_ids) for stream in streams) < NUM_CHECKED:
         engine.step()
     _check(streams, _plain(config, weights, limits, features, requests, dtype))
 
     row = {"case": f"{options.model} B={options.batch} S={options.length}", "what": "engine step"}
     row |= _host_times(engine, options.steps) | {"floor_us": floor_us}
+    print(
+        f"host: {row['host_us']:.0f} us between steps' returns; {row['period_us']:.0f} us a step in the mean"
+    )
     if jax.default_backend() == "gpu":
         row |= _device_gaps(engine, options.steps)
         print(
             f"step {row['time_us']:.0f} us, gap {row['gap_us']:.1f} us (mean {row['mean_gap_us']:.1f}), "
             f"{row['gap_share']:.2%} of a step; {row['copies_back']:.2f} copies back a step"
         )
-    print(f"host: {row['host_us']:.0f} us between steps' returns")
     assert not any(stream.done for stream in streams), "the batch was not full to the end"
     measure.write("engine", [row], options)
 
@@ -97,7 +100,7 @@ def _requests(config: DecoderConfig, options) -> list[js.Request]:
 
 def _plain(config: DecoderConfig, weights, limits, features, requests, dtype) -> np.ndarray:
     """The first tokens by the plain step on a contiguous cache: i32[B, NUM_CHECKED]."""
-    forward, unembed = decoder_functions(config)
+    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size))
     num_rows = len(requests)
     rows = [js.make_params(limits, **request.params) for request in requests]
     prompts = np.asarray([request.prompt for request in requests], np.int32)
@@ -135,13 +138,16 @@ def _host_times(engine: js.Engine, num_steps: int) -> dict:
         engine.step()
         times.append((time.perf_counter() - start) * 1e6)
     median, spread = measure.median_and_spread(times)
-    return {"host_us": median, "spread": spread, "time_us": median}
+    return {"host_us": median, "spread": spread, "time_us": median, "period_us": float(np.mean(times))}
 
 
 def _device_gaps(engine: js.Engine, num_steps: int) -> dict:
     """Gaps between the kernels of one step and the next, and copies to the host, of num_steps steps."""
+    # The device's record alone: one of every Python call would slow the host, and make the gaps it measures.
+    only_device = jax.profiler.ProfileOptions()
+    only_device.python_tracer_level = only_device.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=only_device):
             for _ in range(num_steps):
                 engine.step()
         files = sorted(Path(folder).glob("**/*.xplane.pb"))
@@ -166,6 +172,8 @@ def _device_gaps(engine: js.Engine, num_steps: int) -> dict:
     gaps, whole = (start[1:] - end[:-1]) / 1e3, np.diff(start) / 1e3
     return {
         "time_us": float(np.median(whole)),
+        "busy_us": float(np.median([sum(lasts for _, lasts, _ in step) for step in steps])) / 1e3,
+        "num_kernels": size,
         "spread": measure.median_and_spread(whole.tolist())[1],
         "gap_us": float(np.median(gaps)),
         "mean_gap_us": float(gaps.mean()),

@@ -22,6 +22,7 @@ import numpy as np
 import jaxsample as js
 from benchmarks import cases, measure
 from benchmarks.stage_times import stage_times
+from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, decoder_functions
 from models.joining import join_projections
 from models.presets import PRESETS, preset
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     for num_rows in options.batch:
         case = Case(options, config, value_config, weights, value_weights, num_rows, dtype)
         rows += _bench(case, bandwidth, speed)
+        measure.keep("guided", rows, options)
     measure.write("guided", rows, options)
     limited = [row for row in rows if "limit" in row and row["clock"] == "device"]
     over = [row["case"] for row in limited if row["over_plain"] > row["limit"]]
@@ -124,8 +126,8 @@ class Case:
 
 def _bench(case: Case, bandwidth: float, speed: float) -> list[dict]:
     options, num_rows = case.options, case.num_rows
-    model = decoder_functions(case.config)
-    value_model = value_functions(case.value_config)
+    model = decoder_functions(case.config, attend=attention_of(case.config.head_size))
+    value_model = value_functions(case.value_config, attend=attention_of(case.value_config.head_size))
     settings = dict(limits=case.limits, features=case.features)
     plain = js.make_decode_step(*model, **settings)
     guided = js.make_guided_step(*model, *value_model, **settings)
@@ -143,15 +145,10 @@ def _bench(case: Case, bandwidth: float, speed: float) -> list[dict]:
     rows = [
         _time(f"{name} plain", plain, case, None, base, PLAIN_STAGES),
         _time(f"{name} guided", guided, case, case.guided_state(True), base + value, STAGES),
-        _time(
-            f"{name} guided, one row behind",
-            with_chunk,
-            case,
-            case.guided_state(True, 1),
-            base + value,
-            STAGES,
-        ),
     ]
+    if options.behind:
+        behind = case.guided_state(True, 1)
+        rows.append(_time(f"{name} guided, one row behind", with_chunk, case, behind, base + value, STAGES))
     for row in rows[1:]:
         row["over_plain"] = row["time_us"] / rows[0]["time_us"]
         row["floor_over_plain_floor"] = (base + value) / base
@@ -236,6 +233,12 @@ def _options(arguments):
     parser.add_argument("--prefix", type=int, default=512, metavar="P", help="committed tokens of each row")
     parser.add_argument("--slots", type=int, default=640, metavar="S", help="cache slots of a row")
     parser.add_argument("--chunk", type=int, default=128, metavar="T", help="tokens of the catch-up chunk")
+    parser.add_argument(
+        "--behind",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also a row that catches up",
+    )
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each case")
     parser.add_argument("--top", type=int, default=8, help="kernels to list")
     measure.add_options(parser)

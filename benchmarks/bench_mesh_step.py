@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
             row = {"case": f"{name} B={num_rows} S={options.slots} {mix}", "floor_us": floor_us}
             rows.append(row | _bench(batch, weights, mesh, options.calls))
             _print_row(rows[-1])
+            measure.keep("mesh_step", rows, options)
     measure.write("mesh_step", rows, options)
     over = [row for row in rows if row["clock"] == "device" and row["over_percent"] > LIMIT_PERCENT]
     if over:

@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
             for program in programs:
                 rows.append(_bench(program, kind, logits, r1, bandwidth, options.calls))
                 _print_row(rows[-1])
+                measure.keep("sample", rows, options)
     measure.write("sample", rows, options)
 
 

@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             }
             rows.append(row | _bench(batch, decoder_functions(config), weights, options.calls))
             _print_row(rows[-1])
+            measure.keep("step", rows, options)
     measure.write("step", rows, options)
 
 

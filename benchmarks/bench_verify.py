@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         for mix in MIXES:
             for name in VERIFIERS:
                 rows.append(_bench(name, mix, num_requests, inputs, bandwidth, r1.time_us, options))
+                measure.keep("verify", rows, options)
     measure.write("verify", rows, options)
 
 

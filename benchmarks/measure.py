@@ -116,7 +116,19 @@ def add_options(parser) -> None:
 
 
 def write(name: str, rows: list[dict], options) -> None:
-    """Print the record of a run as the last line and keep it as NAME.DEVICE.json in RESULTS."""
+    """Keep the record of a run, and print it as the last line."""
+    print(json.dumps(keep(name, rows, options)), flush=True)
+
+
+def keep(name: str, rows: list[dict], options) -> dict:
+    """Keep the rows measured so far as NAME.DEVICE.json in RESULTS; a run that is cut short loses no more.
+
+    Cases that the file holds of the same commit, device and versions stay beside them, so that a suite may be
+    run in parts.
+
+    Returns:
+      The record of this run.
+    """
     record = {
         "device": _device_text(),
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
@@ -124,12 +136,19 @@ def write(name: str, rows: list[dict], options) -> None:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows],
     }
-    if not options.no_write:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**record, "rows": []})[:-2] + "\n  "
-        text += ",\n  ".join(json.dumps(row) for row in record["rows"]) + "\n]}\n"
-        (RESULTS / f"{name}.{device_name()}.json").write_text(text)
-    print(json.dumps(record), flush=True)
+    if options.no_write:
+        return record
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.{device_name()}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    alike = all(found.get(key) == record[key] for key in ("device", "versions", "commit"))
+    name_of = lambda row: (row["case"], row["what"])
+    new = {name_of(row) for row in record["rows"]}
+    kept = [row for row in found["rows"] if name_of(row) not in new] if alike else []
+    text = json.dumps({**record, "rows": []})[:-2] + "\n  "
+    text += ",\n  ".join(json.dumps(row) for row in kept + record["rows"]) + "\n]}\n"
+    path.write_text(text)
+    return record
 
 
 def _device_times(call, num_calls):

@@ -42,6 +42,7 @@ from jaxsample.kvcache import (
     gather_layer,
     init_cache,
     init_write_metrics,
+    read_staged,
     stage,
 )
 from jaxsample.law import Law, log_probs, residual
@@ -71,7 +72,7 @@ from jaxsample.propose import (
     propose_ngram,
     widen,
 )
-from jaxsample.quantize import dequantize, quantize, round_to_storage
+from jaxsample.quantize import dequantize, quantize
 from jaxsample.record import StepOutput, unpack
 from jaxsample.requests import (
     CANCELLED,
@@ -215,10 +216,10 @@ __all__ = [
     "penalize",
     "propose_ngram",
     "quantize",
+    "read_staged",
     "release",
     "required_features",
     "residual",
-    "round_to_storage",
     "sample",
     "sample_by_exchange",
     "score",

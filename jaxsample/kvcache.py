@@ -19,10 +19,8 @@ from jaxsample.paged import PagedKVCache
 from jaxsample.quantize import (
     dequantize,
     empty_storage,
-    encode,
     is_quantized,
     quantize,
-    round_to_storage,
 )
 
 
@@ -83,10 +81,9 @@ class Staged:
     """New keys and values of the N nodes of a step, not yet in the cache.
 
     Fields:
-      keys: float[L, B, N, H, D].
-      values: float[L, B, N, H, D].
-      key_scales, value_scales: f32[L, B, N, H] if the numbers are rounded to a one-byte cache, of `stage`;
-        None otherwise.
+      keys: [L, B, N, H, D], float, or the codes of a one-byte cache.
+      values: [L, B, N, H, D], the same dtype.
+      key_scales, value_scales: f32[L, B, N, H] of codes, None of floats.
     """
 
     keys: jax.Array
@@ -177,25 +174,36 @@ def gather_layer(cache: Cache, layer):
 
 
 def stage(keys, values, storage) -> Staged:
-    """New keys and values with the bits that `gather_layer` will give once they are committed.
+    """New keys and values as the cache stores them: codes and scales where that has one byte.
 
-    A model attends to these and returns them, so that the step that stages a token sees it as later steps
-    do. Committing them stores what committing the unrounded numbers would, to the bit.
+    A model attends to `read_staged` of these and returns them, so that the step that stages a token sees it
+    as later steps do.
 
     Args:
       keys, values: float[..., H, D].
       storage: the dtype of the cache's keys.
-
-    Returns:
-      Staged in the cache's dtype; float32 with scales where that has one byte.
     """
-    keys, key_scales = round_to_storage(keys, storage)
-    values, value_scales = round_to_storage(values, storage)
+    if not is_quantized(storage):
+        return Staged(keys.astype(storage), values.astype(storage))
+    (keys, key_scales), (values, value_scales) = quantize(keys, storage), quantize(values, storage)
     return Staged(keys, values, key_scales, value_scales)
 
 
+def read_staged(staged: Staged):
+    """The keys and values [..., H, D] of staged rows with the bits that `gather_layer` gives once committed.
+
+    Args:
+      staged: of `stage`; floats without scales are returned as they are.
+    """
+    if staged.key_scales is None or staged.value_scales is None:
+        return staged.keys, staged.values
+    return dequantize(staged.keys, staged.key_scales), dequantize(staged.values, staged.value_scales)
+
+
 def as_stored(staged: Staged, cache: Cache) -> Staged:
-    """`stage` of rows that are staged already, for this cache."""
+    """`stage` of rows that are staged already, for this cache; rows that have scales are left as they are."""
+    if staged.key_scales is not None:
+        return staged
     return stage(staged.keys, staged.values, cache.keys.dtype)
 
 
@@ -203,12 +211,12 @@ def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
     """Write the accepted rows: node path[b, m] goes to slot lengths[b] + m, for m < count[b].
 
     Nothing else changes. Donate the cache to the jitted function that calls this and the write is in place.
-    One-byte caches store the quantised rows, and their scales under the same mask.
+    One-byte caches store codes, and their scales under the same mask.
 
     Args:
       cache: KVCache or PagedKVCache.
-      staged: Staged of the same layers, rows and heads; of the same dtype, or any float where the cache's
-        has one byte.
+      staged: Staged of the same layers, rows and heads, of the same dtype; where that has one byte, with
+        scales, or floats without, which are quantised here.
       lengths: i32[B], committed slots before this call.
       path: i32[B, M], nodes along the accepted path, the root first; entries at m >= count are ignored.
       count: i32[B], rows to write, 0 ... M. A slot at S or above, or on a page not allocated, is dropped.
@@ -222,6 +230,7 @@ def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
       ValueError: shapes or dtypes that do not fit, at trace time.
     """
     _check_shapes(cache, staged, lengths, path, count, rows)
+    staged = as_stored(staged, cache)
     num_layers, num_nodes, num_emitted = cache.keys.shape[0], staged.keys.shape[2], path.shape[1]
     step = jnp.arange(num_emitted, dtype=jnp.int32)[None, :]
     slot = lengths[:, None] + step
@@ -231,33 +240,43 @@ def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
     row = jnp.arange(path.shape[0], dtype=jnp.int32)[None, :, None]
     node = jnp.clip(path, 0, num_nodes - 1)
 
-    def accepted(new):
-        return new if num_nodes == num_emitted == 1 else new[layer, row, node[None]]
-
     def write(committed, new):
-        return committed.at[layer, major[None], minor[None]].set(new, mode="drop", unique_indices=True)
+        if committed is None:
+            return None
+        chosen = None if num_nodes == num_emitted == 1 else (layer, row, node[None])
+        return _scatter(committed, new, (layer, major[None], minor[None]), chosen)
 
-    def encoded(new, scales):
-        if scales is None:
-            return quantize(accepted(new), cache.keys.dtype)
-        scales = accepted(scales)
-        return encode(accepted(new), scales, cache.keys.dtype), scales
-
-    if cache.key_scales is None or cache.value_scales is None:
-        return dataclasses.replace(
-            cache,
-            keys=write(cache.keys, accepted(staged.keys)),
-            values=write(cache.values, accepted(staged.values)),
-        )
-    keys, key_scales = encoded(staged.keys, staged.key_scales)
-    values, value_scales = encoded(staged.values, staged.value_scales)
     return dataclasses.replace(
         cache,
-        keys=write(cache.keys, keys),
-        values=write(cache.values, values),
-        key_scales=write(cache.key_scales, key_scales),
-        value_scales=write(cache.value_scales, value_scales),
+        keys=write(cache.keys, staged.keys),
+        values=write(cache.values, staged.values),
+        key_scales=write(cache.key_scales, staged.key_scales),
+        value_scales=write(cache.value_scales, staged.value_scales),
     )
+
+
+def _scatter(committed, new, at, chosen):
+    """`committed` [L, B, S, ...] with new[chosen] at distinct indices; those beyond the end are dropped."""
+
+    def plain(committed, new):
+        new = new if chosen is None else new[chosen]
+        return committed.at[at].set(new, mode="drop", unique_indices=True)
+
+    def by_words(committed, new):
+        # A GPU's scatter spends a thread on each number, whatever its size: words of 32 bits take fewer.
+        # Reading arrays in another width is free there, elsewhere it copies them.
+        words = plain(_words(committed), _words(new))
+        return jax.lax.bitcast_convert_type(words, committed.dtype).reshape(committed.shape)
+
+    if committed.dtype.itemsize >= 4 or committed.shape[-1] * committed.dtype.itemsize % 4:
+        return plain(committed, new)
+    return jax.lax.platform_dependent(committed, new, cuda=by_words, default=plain)
+
+
+def _words(array):
+    """The same bytes as u32, the last axis shorter."""
+    split = array.reshape(*array.shape[:-1], -1, 4 // array.dtype.itemsize)
+    return jax.lax.bitcast_convert_type(split, jnp.uint32)
 
 
 def bytes_per_row(cache: Cache) -> int:
@@ -316,26 +335,32 @@ def count_writes(metrics: WriteMetrics, num_staged, verdict_count, running) -> W
 def _check_shapes(cache: Cache, staged, lengths, path, count, rows):
     num_layers, num_rows = cache.keys.shape[0], cache.num_rows if rows is None else rows.shape[0]
     storage, heads = cache.keys.dtype, cache.keys.shape[3:]
+    has_codes = staged.key_scales is not None
     for name, new, old in (("keys", staged.keys, cache.keys), ("values", staged.values, cache.values)):
         expected = (num_layers, num_rows, *staged.keys.shape[2:3], *heads)
         if old.shape != cache.keys.shape or new.ndim != 5 or new.shape != expected:
             raise ValueError(
                 f"staged {name} have shape {new.shape}, the cache {old.shape}: expected {expected}"
             )
-        if is_quantized(storage) and not jnp.issubdtype(new.dtype, jnp.floating):
-            raise ValueError(f"staged {name} are {new.dtype}, a cache of {old.dtype} takes floats")
-        if old.dtype != storage or (not is_quantized(storage) and new.dtype != storage):
+        if is_quantized(storage) and not has_codes and not jnp.issubdtype(new.dtype, jnp.floating):
+            raise ValueError(
+                f"staged {name} are {new.dtype}, a cache of {old.dtype} takes floats, or codes with scales"
+            )
+        if old.dtype != storage or (new.dtype != storage and (has_codes or not is_quantized(storage))):
             raise ValueError(f"staged {name} are {new.dtype}, the cache is {old.dtype}: they must be equal")
     scales = (cache.key_scales, cache.value_scales)
     expected = cache.keys.shape[:4] if is_quantized(storage) else None
     if any((None if x is None else x.shape) != expected for x in scales):
         found = [None if x is None else x.shape for x in scales]
         raise ValueError(f"scales have shapes {found}, a cache of {storage} needs {expected} for both")
+    expected = (
+        (num_layers, num_rows, *staged.keys.shape[2:4]) if is_quantized(storage) and has_codes else None
+    )
     for new, name in ((staged.key_scales, "key_scales"), (staged.value_scales, "value_scales")):
-        expected = (num_layers, num_rows, *staged.keys.shape[2:4])
-        if new is not None and (new.shape != expected or not is_quantized(storage)):
+        if (None if new is None else new.shape) != expected:
             raise ValueError(
-                f"staged {name} have shape {new.shape}: expected {expected}, and None for {storage}"
+                f"staged {name} have shape {None if new is None else new.shape}, expected {expected}: "
+                "both or none, and none for a cache of floats"
             )
     for name, array, ndim in (("lengths", lengths, 1), ("path", path, 2), ("count", count, 1)):
         if array.ndim != ndim or array.shape[0] != num_rows or array.dtype != jnp.int32:

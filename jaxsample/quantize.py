@@ -5,8 +5,7 @@
     what is read = code * scale
 
 A code has at most 7 significant bits, so the product is exact in float32, and rounding what was read once
-more gives the same code and the same scale. A model that attends to rounded rows and the commit that stores
-them therefore agree bit for bit, however the compiler divides. Knows nothing about caches.
+more gives the same code and the same scale, however the compiler divides. Knows nothing about caches.
 """
 
 import jax
@@ -115,23 +114,6 @@ def dequantize(codes, scales):
     if codes.dtype == jnp.uint8:
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     return codes.astype(jnp.float32) * scales[..., None]
-
-
-def round_to_storage(x, storage):
-    """x with the bits that a reader will see once it is stored: rounded, and rounding again changes nothing.
-
-    Args:
-      x: float[..., D].
-      storage: the dtype of the cache's array.
-
-    Returns:
-      x [..., D], float32 for int8 and uint8, else in the dtype of the cache; and its scales f32[...], None
-      where the dtype needs none.
-    """
-    if not is_quantized(storage):
-        return x.astype(storage), None
-    codes, scales = quantize(x, storage)
-    return dequantize(codes, scales), scales
 
 
 def _largest_code(storage) -> float:

@@ -115,8 +115,8 @@ def _add_bias(z, params: SamplingParams):
     num_entries = params.bias_ids.shape[1]
     if num_entries <= _MAX_COMPARED:
         token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        # Ids are distinct, so at most one term is not 0. Each sum is used once: a chain of selects between z and
-        # z + bias, which uses each twice, took jaxlib 0.12 exponential time to compile where V is at most 128.
+        # Ids are distinct, so at most one term is not 0. Each sum is used once: a chain of selects between z
+        # and z + bias, which uses each twice, took jaxlib 0.12 exponential time to compile for V <= 128.
         added = jnp.zeros_like(z)
         for entry in range(num_entries):
             is_token = token == params.bias_ids[:, entry, None]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsample.kvcache import Cache, Staged, gather_layer, stage
+from jaxsample.kvcache import Cache, Staged, gather_layer, read_staged, stage
 from models.attention import attend
 from models.projection import project_by_dot
 from models.rope import inverse_frequencies, rotate, rotation
@@ -175,9 +175,9 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        # Staged rows are rounded as the cache stores them: attention sees the bits that commit would write.
+        # Staged rows are rounded as the cache stores them: attention sees what later steps will read.
         staged = stage(key, value, storage)
-        return self.output(self.attend(query, *committed, staged.keys, staged.values, mask)), staged
+        return self.output(self.attend(query, *committed, *read_staged(staged), mask)), staged
 
 
 class MLP(nnx.Module):

@@ -138,7 +138,7 @@ def pair_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _expanded(tensor: Any, dtype: Any) -> np.ndarray:
-    """The tensor's values in `dtype`; in float32, as the reader expands them, at most `_BLOCK` of them at a time."""
+    """The tensor's values in `dtype`; of the float32 that the reader makes, `_BLOCK` exist at a time."""
     shape = tuple(int(size) for size in reversed(tensor.shape))
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
     values = np.empty((len(rows), shape[-1]), dtype)

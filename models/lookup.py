@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsample import rng
-from jaxsample.kvcache import Cache, KVCache, Staged, as_stored, gather_layer, init_cache
+from jaxsample.kvcache import Cache, KVCache, Staged, as_stored, gather_layer, init_cache, read_staged
 
 # Logits are (20 random bits - 2^19) * 2^-16: exact float32 numbers from -8 up to 8.
 _NUM_BITS, _SCALE = 20, 2.0**-16
@@ -68,11 +68,12 @@ def lookup_forward(
     values = positions.astype(jnp.float32) + 1
     staged = as_stored(Staged(keys[None, :, :, None, None], values[None, :, :, None, None]), cache)
     committed_keys, committed_values = gather_layer(cache, 0)
+    new_keys, new_values = read_staged(staged)
 
     def all_of(committed: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.concatenate([committed[:, :, 0, 0], new[0, :, :, 0, 0]], axis=1)[:, None, :]
 
-    all_keys, all_values = all_of(committed_keys, staged.keys), all_of(committed_values, staged.values)
+    all_keys, all_values = all_of(committed_keys, new_keys), all_of(committed_values, new_values)
     num_slots = mask.shape[2] - N
 
     index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 2)

@@ -27,6 +27,7 @@ from jaxsample import (
     verify_tree_distinct,
     verify_tree_points,
 )
+from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
 from models.placement import cache_sharding, place_model
 
@@ -109,7 +110,7 @@ def prepare(
         "block": verify_block,
         "tree": verify_tree_distinct,
     }[asked.verify]
-    forward, unembed = decoder_functions(config)
+    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size, mesh))
     pick = draw_proposals(purpose)
     proposer = model_proposer(forward, unembed, tree, limits=limits, features=features, pick=pick, **sampled)
 

@@ -213,7 +213,11 @@ def peak_of_loading(small, large):
     root = DATA.parent.parent.parent
     command = [sys.executable, "-c", MEASURE, str(small), str(large), str(root)]
     # glibc keeps freed blocks of up to 32 MB for later, some runs more than others; blocks mapped one by one go back.
-    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    allocator = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
     environment = {**os.environ, **allocator, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return [int(number) for number in done.stdout.split()]

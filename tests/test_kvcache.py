@@ -26,7 +26,7 @@ from jaxsample import (
     init_cache,
     init_write_metrics,
     quantize,
-    round_to_storage,
+    read_staged,
 )
 from models.decoder import DecoderConfig, decoder_functions
 from models.random_weights import random_weights
@@ -281,12 +281,12 @@ def test_what_is_read_is_the_exact_product_of_code_and_scale(storage):
 @pytest.mark.parametrize("storage", ONE_BYTE)
 def test_heads_that_are_zero_tiny_or_not_finite_keep_to_themselves(storage):
     x = jnp.asarray([[0.0, 0.0], [1e-38, -2e-38], [np.nan, 1.0], [-np.inf, 1.0], [3.0, -1.5]], jnp.float32)
-    read = np.asarray(round_to_storage(x, storage)[0])
+    read = np.asarray(dequantize(*quantize(x, storage)))
     np.testing.assert_array_equal(read[0], [0, 0])
     assert (np.abs(read[1]) < 1e-29).all()
     assert np.isnan(read[2:4]).all()
     np.testing.assert_allclose(read[4], [3.0, -1.5], rtol=2.0**-4)
-    np.testing.assert_array_equal(read[4], np.asarray(round_to_storage(x[4:], storage)[0])[0])
+    np.testing.assert_array_equal(read[4], np.asarray(dequantize(*quantize(x[4:], storage)))[0])
 
 
 @pytest.mark.parametrize("source", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -299,7 +299,7 @@ def test_a_step_sees_its_own_rows_as_later_steps_read_them(dtype, source):
     lengths = _i32(0, 1, 2, 3)
     after = _commit(cache, seen, lengths, path, count)
     for layer in range(LAYERS):
-        for read, new in zip(gather_layer(after, layer), (seen.keys, seen.values), strict=True):
+        for read, new in zip(gather_layer(after, layer), read_staged(seen), strict=True):
             assert read.dtype == new.dtype
             for row in range(ROWS):
                 np.testing.assert_array_equal(
@@ -372,8 +372,13 @@ def test_staged_rows_that_do_not_fit_are_refused(change, message):
         (lambda c, s: (dataclasses.replace(c, key_scales=None), s), "scales"),
         (lambda c, s: (dataclasses.replace(c, value_scales=c.value_scales[:1]), s), "scales"),
         (lambda c, s: (dataclasses.replace(c, values=c.values.astype(jnp.uint8)), s), "values"),
-        (lambda c, s: (c, dataclasses.replace(s, key_scales=c.key_scales)), "staged key_scales"),
-        (lambda c, s: (init_cache(*c.keys.shape, jnp.float32), as_stored(s, c)), "None for float32"),
+        (
+            lambda c, s: (c, dataclasses.replace(as_stored(s, c), key_scales=c.key_scales)),
+            "staged key_scales",
+        ),
+        (lambda c, s: (c, dataclasses.replace(as_stored(s, c), value_scales=None)), "staged value_scales"),
+        (lambda c, s: (c, dataclasses.replace(as_stored(s, c), keys=s.keys)), "staged keys are float32"),
+        (lambda c, s: (init_cache(*c.keys.shape, jnp.float32), as_stored(s, c)), "staged keys are int8"),
     ],
 )
 def test_one_byte_caches_need_float_rows_and_their_scales(change, message):

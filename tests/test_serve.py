@@ -1,5 +1,6 @@
 """scripts/serve.py: the text of generate.py in pieces, stop strings, bad lines, signals, drafts."""
 
+import contextlib
 import io
 import json
 import os
@@ -229,8 +230,11 @@ def test_a_signal_cancels_what_runs_and_is_the_exit_code(checkpoint, tmp_path, m
         return step(self)
 
     monkeypatch.setattr(Service, "step", interrupted_step)
-    before = signal.getsignal(number)
-    with os.fdopen(reading) as stdin:
+    before = lambda *_: None
+    # Whoever runs the tests in the background may have them ignore SIGINT, and then the server would too.
+    outside = signal.signal(number, before)
+    with os.fdopen(reading) as stdin, contextlib.ExitStack() as restored:
+        restored.callback(signal.signal, number, outside)
         monkeypatch.setattr(sys, "stdin", stdin)  # its other end stays open: the reader waits for more lines
         out = tmp_path / "out.jsonl"
         assert main(["--model", str(checkpoint), "--output", str(out), *SIZES]) == 128 + number
