@@ -22,6 +22,11 @@ _TIMES = {
     "r1_us": "one read us",
     "tail_us": "tail us",
     "host_us": "host us",
+    "busy_us": "kernels us",
+    "period_us": "period us",
+    "gap_us": "gap us",
+    "over_plain": "over plain",
+    "over_percent": "over plain %",
 }
 _BYTES = {"peak_bytes": "temporaries MB", "logits_bytes": "logits MB", "moved_bytes": "moved MB"}
 _NAMED = {"stages_us": ("{}, us", 1.0), "wire_bytes": ("{}, MB", 1e6), "baselines": ("{}, us", 1.0)}

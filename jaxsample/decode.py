@@ -183,13 +183,17 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
     return jax.jit(prefill, donate_argnums=(1,))
 
 
-def commit_tokens(forward: Callable[..., Any], weights, cache, tokens, lengths, counts) -> Any:
-    """Run known tokens through the model and commit their keys and values: the body of `make_prefill`."""
+def commit_tokens(forward: Callable[..., Any], weights, cache, tokens, lengths, counts, rows=None) -> Any:
+    """Run known tokens through the model and commit their keys and values: the body of `make_prefill`.
+
+    With rows, i32[b], tokens, lengths and counts are of these rows of the cache alone.
+    """
     num_rows, num_tokens = tokens.shape
+    view = cache if rows is None else cache.take(rows)
     order = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-    mask = attention_mask(lengths, chain(num_tokens - 1), cache.num_slots)
-    _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, cache, mask)
-    return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts)
+    mask = attention_mask(lengths, chain(num_tokens - 1), view.num_slots)
+    _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, view, mask)
+    return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts, rows)
 
 
 class StepParts(NamedTuple):

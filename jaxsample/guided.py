@@ -10,6 +10,8 @@ of all rows stand in slots [B, G] of one pass, each seeing its row's tokens and 
 stays, the others are dropped, so that nothing is left to do in the next step. Rows whose cache lacks tokens
 (new requests) are caught up by a chunk that a step takes on top, and wait while the others go on. Knows
 nothing about prefill of the model that is guided.
+
+Source: Zhang et al., "Length Value Model", arXiv 2604.27039, for the candidates and their scores.
 """
 
 import dataclasses
@@ -19,13 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsample.decode import check_slots, judge_target, step_parts, take_verdict
-from jaxsample.draft import ROOT, Draft, Tree, chain
+from jaxsample.decode import check_slots, commit_tokens, judge_target, step_parts, take_verdict
+from jaxsample.draft import ROOT, Draft, Tree
 from jaxsample.guidance import Shortlist, ends_row, guided_target, shortlist
 from jaxsample.guidance_modes import guide
 from jaxsample.guidance_rows import OFF, Guidance, neutral_guidance
 from jaxsample.history import repeat_rows
-from jaxsample.kvcache import Cache, attention_mask, commit
+from jaxsample.kvcache import Cache, commit
 from jaxsample.nodes import node_target
 from jaxsample.params import Features, Limits, set_rows
 from jaxsample.propose import Proposer
@@ -85,11 +87,17 @@ def make_value_prefill(forward: Callable[..., Any]):
     Returns:
       prefill(weights, values, tokens i32[B, N], counts i32[B]) -> values, donated. tokens[b, :counts[b]]
       follow what the row's cache holds; commit all prompt tokens, the last one too. Rows that are not
-      prefilled here are caught up by steps.
+      prefilled here are caught up by steps. N beyond the cache's slots is a ValueError.
     """
 
     def prefill(weights, values: GuidedState, tokens, counts):
-        return _commit_tokens(forward, weights, values, tokens, counts, None)
+        if tokens.shape[1] > values.cache.num_slots:
+            num_slots = values.cache.num_slots
+            raise ValueError(
+                f"tokens have {tokens.shape[1]} columns, allowed are the cache's {num_slots} slots"
+            )
+        cache = commit_tokens(forward, weights, values.cache, tokens, values.length, counts)
+        return GuidedState(values.guidance, cache, values.length + counts)
 
     return jax.jit(prefill, donate_argnums=(1,))
 
@@ -223,19 +231,8 @@ def _catch_up(forward, weights, requests: Requests, values: GuidedState, chunk: 
     place = take(values.length)[:, None] + jnp.arange(chunk.num_tokens, dtype=jnp.int32)[None, :]
     tokens = jnp.take_along_axis(take(requests.history.tokens), place, axis=1, mode="clip")
     counts = jnp.minimum(take(behind), chunk.num_tokens)
-    return _commit_tokens(forward, weights, values, tokens, counts, rows)
-
-
-def _commit_tokens(forward, weights, values: GuidedState, tokens, counts, rows) -> GuidedState:
-    """Known tokens behind those of some rows, i32[b], or of all, committed to the value model's cache."""
-    lengths = values.length if rows is None else jnp.take(values.length, rows, axis=0, mode="clip")
-    view = values.cache if rows is None else values.cache.take(rows)
-    order = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-    mask = attention_mask(lengths, chain(tokens.shape[1] - 1), view.num_slots)
-    _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, view, mask)
-    cache = commit(values.cache, staged, lengths, order, counts, rows)
-    length = values.length + counts if rows is None else values.length.at[rows].add(counts)
-    return GuidedState(values.guidance, cache, length)
+    cache = commit_tokens(forward, weights, values.cache, tokens, take(values.length), counts, rows)
+    return GuidedState(values.guidance, cache, values.length.at[rows].add(counts))
 
 
 def _score(forward, weights, values: GuidedState, draft: Draft, ids, tree: Tree):

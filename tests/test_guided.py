@@ -178,3 +178,5 @@ def test_what_does_not_fit_is_refused():
     short = js.init_guided(init_lookup_cache(SLOTS, S - 1))
     with pytest.raises(ValueError, match="max_length = 48"):
         guided_step(WEIGHTS, VALUE_WEIGHTS, *state[:2], short)
+    with pytest.raises(ValueError, match=f"tokens have {S} columns, allowed are the cache's {S - 1}"):
+        value_prefill(VALUE_WEIGHTS, short, np.zeros((SLOTS, S), np.int32), np.zeros(SLOTS, np.int32))

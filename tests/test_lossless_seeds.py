@@ -199,10 +199,16 @@ def test_emitted_tokens_have_the_law_of_the_target(name):
 
 
 # Block verification looks ahead and carries its noise from step to step: it has the most that could be slightly off.
-@pytest.mark.slow
-def test_block_verification_has_the_law_of_the_target_over_a_million_seeds():
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "block, two drafts" else pytest.mark.large)
+        for name in RUNS
+    ],
+)
+def test_emitted_tokens_have_the_law_of_the_target_over_a_million_seeds(name):
     """2^20 seeds for the eight laws: relative errors of 2 % (V = 3) or 3 % (V = 5) fail, in the sense above."""
-    check("block, two drafts", 1 << 17)
+    check(name, 1 << 17)
 
 
 def test_draft_noise_keyed_by_the_proposals_own_position_would_be_biased():
