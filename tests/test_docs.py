@@ -3,7 +3,10 @@
 import ast
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -40,8 +43,23 @@ def test_the_example_runs_and_its_greedy_row_is_the_largest_logit():
     assert printed.getvalue().strip() == str(tokens)
     assert int(tokens[1]) == int(jnp.argmax(names["logits"][1]))
     assert 0 <= int(tokens[0]) < 50_000
+    exec(compile(code_block("speculation"), "README.md", "exec"), names)
+    assert len(names["text"]) == 40 and names["num_steps"] < 30
     exec(compile(code_block("interop"), "README.md", "exec"), names)
     assert names["stop"].max_tokens[0] == 100 and names["told"].stop_strings == ("\n\n",)
+
+
+def test_the_example_of_a_mesh_runs_as_a_program_of_its_own(tmp_path):
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": " ".join(flags),
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-c", code_block("mesh")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("equal to one device: True\n", 0), done.stderr
 
 
 def test_the_example_fits_in_fifteen_lines():

@@ -1,14 +1,22 @@
 """Properties that other JAX sampling loops were seen to break, numbered as in the survey of peers.
 
-Those that need a mesh or drafts are tested with sharding and verification.
+One small case each; their whole kinds are tested with filters, verification and sharding.
 """
 
-import numpy as np
-import scipy.stats
+import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxsample as js
 from jaxsample import rng
-from tests import batches, mixes, reference
+from tests import batches, laws, mixes, reference
 from tests.batches import LIMITS, PROCESSED, RAW, WIDTH
+from tests.meshes import mesh_of
 
 ALPHA = 1e-4
 
@@ -28,6 +36,31 @@ FILTERS = [
     dict(top_k=50, top_p=0.9, min_p=0.05),
     dict(top_k=2**30),
 ]
+
+
+# P1
+@pytest.mark.parametrize("verify", [js.verify_match, js.verify_rejection, js.verify_block])
+def test_a_draft_that_is_the_arg_max_of_a_greedy_row_is_accepted_beside_sampled_rows(verify):
+    tree, num_rows, vocab = js.chain(2), 8, 128
+    logits = np.random.default_rng(6).normal(size=(num_rows * tree.num_nodes, vocab)).astype(np.float32)
+    limits = js.Limits(vocab)
+    rows = [js.make_params(limits, temperature=[0, 1.0][b % 2], seed=b)[0] for b in range(num_rows)]
+    params = jax.tree.map(lambda x: jnp.repeat(x, tree.num_nodes, axis=0), js.stack_rows(rows))
+    position = jnp.tile(jnp.arange(10, 10 + tree.num_nodes, dtype=jnp.int32), num_rows)
+    best = logits.argmax(axis=1).reshape(num_rows, tree.num_nodes)[:, :2].astype(np.int32)
+    tokens = jnp.asarray(np.concatenate([np.zeros((num_rows, 1), np.int32), best], axis=1))
+    law = laws.law_of_draft(20 * jax.nn.one_hot(best, vocab, dtype=jnp.float32))  # sure of what it proposes
+
+    @jax.jit
+    def verdict(logits, params, position, tokens, law):
+        shaped = js.shape(logits, params, position, limits=limits, features=js.Features())
+        target = js.make_target(shaped, params, position, vocab_size=vocab, features=js.Features())
+        draft = js.Draft(tokens, jnp.full(num_rows, 2, jnp.int32), None if verify is js.verify_match else law)
+        return verify(target, draft, tree)
+
+    count = np.asarray(verdict(logits, params, position, tokens, law).count)
+    assert (count[::2] == 3).all()
+    assert (count[1::2] < 3).any()
 
 
 # P2
@@ -145,3 +178,28 @@ def test_the_kept_tokens_of_each_filter_are_those_of_the_reference():
         assert kept[result.tokens[b]]
         logprobs = reference.processed_logprobs(logits[b, :333], kept, False)
         np.testing.assert_allclose(result.logprobs.token[b], logprobs[result.tokens[b]], rtol=0, atol=1e-4)
+
+
+def drawn_on(kind, logits, params, position, batch_axis):
+    """Tokens of rows split over "data" and of a vocabulary split over "tensor", two devices each."""
+    mesh = mesh_of(kind, data=2, tensor=2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    draw = jax.jit(functools.partial(js.sample, mesh=mesh, axis="tensor", batch_axis=batch_axis))
+    given = put(logits, batch_axis, "tensor"), jax.tree.map(lambda x: put(x, batch_axis), params)
+    return np.asarray(draw(*given, put(position, batch_axis)).tokens)
+
+
+# P6 and P8
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_equal_logits_on_two_data_shards_draw_independently_on_either_kind_of_mesh(kind):
+    num_rows = 512
+    limits = js.Limits(256)
+    row = np.where(np.arange(256) % 32 == 0, 0, -np.inf).astype(np.float32)
+    logits = jnp.asarray(np.tile(row, (num_rows, 1)))
+    params = js.stack_rows([js.make_params(limits, seed=b) for b in range(num_rows)])[0]
+    position = jnp.zeros(num_rows, jnp.int32)
+    tokens = drawn_on(kind, logits, params, position, "data")
+    np.testing.assert_array_equal(tokens, np.asarray(jax.jit(js.sample)(logits, params, position).tokens))
+    pairs = np.zeros((8, 8))
+    np.add.at(pairs, (tokens[: num_rows // 2] // 32, tokens[num_rows // 2 :] // 32), 1)
+    assert scipy.stats.chisquare(pairs.ravel()).pvalue > ALPHA
