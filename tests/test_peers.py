@@ -19,6 +19,7 @@ from tests.batches import LIMITS, PROCESSED, RAW, WIDTH
 from tests.meshes import mesh_of
 
 ALPHA = 1e-4
+PLAIN = js.Features(tier="plain", full_rows=False)
 
 
 def language_rows(generator, num_rows=64):
@@ -53,8 +54,8 @@ def test_a_draft_that_is_the_arg_max_of_a_greedy_row_is_accepted_beside_sampled_
 
     @jax.jit
     def verdict(logits, params, position, tokens, law):
-        shaped = js.shape(logits, params, position, limits=limits, features=js.Features())
-        target = js.make_target(shaped, params, position, vocab_size=vocab, features=js.Features())
+        shaped = js.shape(logits, params, position, limits=limits, features=PLAIN)
+        target = js.make_target(shaped, params, position, vocab_size=vocab, features=PLAIN, law=True)
         draft = js.Draft(tokens, jnp.full(num_rows, 2, jnp.int32), None if verify is js.verify_match else law)
         return verify(target, draft, tree)
 
@@ -184,7 +185,9 @@ def drawn_on(kind, logits, params, position, batch_axis):
     """Tokens of rows split over "data" and of a vocabulary split over "tensor", two devices each."""
     mesh = mesh_of(kind, data=2, tensor=2)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    draw = jax.jit(functools.partial(js.sample, mesh=mesh, axis="tensor", batch_axis=batch_axis))
+    draw = jax.jit(
+        functools.partial(js.sample, features=PLAIN, mesh=mesh, axis="tensor", batch_axis=batch_axis)
+    )
     given = put(logits, batch_axis, "tensor"), jax.tree.map(lambda x: put(x, batch_axis), params)
     return np.asarray(draw(*given, put(position, batch_axis)).tokens)
 
@@ -199,7 +202,8 @@ def test_equal_logits_on_two_data_shards_draw_independently_on_either_kind_of_me
     params = js.stack_rows([js.make_params(limits, seed=b) for b in range(num_rows)])[0]
     position = jnp.zeros(num_rows, jnp.int32)
     tokens = drawn_on(kind, logits, params, position, "data")
-    np.testing.assert_array_equal(tokens, np.asarray(jax.jit(js.sample)(logits, params, position).tokens))
+    one_device = jax.jit(functools.partial(js.sample, features=PLAIN))(logits, params, position).tokens
+    np.testing.assert_array_equal(tokens, one_device)
     pairs = np.zeros((8, 8))
     np.add.at(pairs, (tokens[: num_rows // 2] // 32, tokens[num_rows // 2 :] // 32), 1)
     assert scipy.stats.chisquare(pairs.ravel()).pvalue > ALPHA
