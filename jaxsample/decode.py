@@ -72,7 +72,7 @@ def make_decode_step(
     parts = step_parts(forward, unembed, limits, features, proposer, verify, *placed, draw=draw)
 
     def step(weights, requests: Requests, cache, allowed=None, transform_args=()):
-        check_slots(cache if proposer is None else cache[0], limits)
+        check_given(weights, cache, limits, proposer)
         return parts.step(weights, requests, cache, allowed, transform_args)
 
     return jax.jit(keep_layout(step, mesh, batch_axis), donate_argnums=(1, 2))
@@ -105,7 +105,7 @@ def make_split_step(
     parts = step_parts(forward, unembed, limits, features, proposer, verify, mesh, axis, batch_axis)
 
     def ahead(weights, requests, cache, drafted):
-        check_slots(cache if proposer is None else cache[0], limits)
+        check_given(weights, cache, limits, proposer)
         return parts.forward(weights, requests, cache, drafted)
 
     def tail(weights, requests, cache, drafted, ahead, allowed=None, transform_args=()):
@@ -145,7 +145,7 @@ def make_decode_many(
     parts = step_parts(forward, unembed, limits, features, proposer, verify)
 
     def decode_many(weights, requests: Requests, cache, transform_args=()):
-        check_slots(cache if proposer is None else cache[0], limits)
+        check_given(weights, cache, limits, proposer)
 
         def one(carry, _):
             requests, cache = carry
@@ -326,6 +326,17 @@ def take_verdict(proposer: Proposer | None, weights, requests: Requests, cache, 
             state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
             committed = (committed, state)
         return advance(requests, verdict, status, num_drafted), committed, record
+
+
+def check_given(weights, cache, limits: Limits, proposer: Proposer | None):
+    """Raise ValueError for a cache with too few slots, or where a proposer needs pairs and there are none."""
+    if proposer is not None:
+        for name, given in (("weights", weights), ("cache", cache)):
+            if not isinstance(given, (tuple, list)) or len(given) != 2:
+                kind = type(given).__name__
+                raise ValueError(f"{name} is a {kind}, with a proposer it is a pair: (model's, proposer's)")
+        cache = cache[0]
+    check_slots(cache, limits)
 
 
 def check_slots(cache: Cache, limits: Limits):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsample.decode import check_slots, commit_tokens, judge_target, step_parts, take_verdict
+from jaxsample.decode import check_given, check_slots, commit_tokens, judge_target, step_parts, take_verdict
 from jaxsample.draft import ROOT, Draft, Tree
 from jaxsample.guidance import Shortlist, ends_row, guided_target, shortlist
 from jaxsample.guidance_modes import guide
@@ -168,7 +168,7 @@ def make_guided_step(
         allowed=None,
         transform_args=(),
     ):
-        check_slots(cache if proposer is None else cache[0], limits)
+        check_given(weights, cache, limits, proposer)
         check_slots(values.cache, limits)
         if catch_up is not None:
             with jax.named_scope("catch_up"):

@@ -49,7 +49,8 @@ def arguments(program):
 @functools.cache
 def alone(program):
     given, rest = arguments(program)
-    sampled = run(*given, limits=LIMITS, features=PROGRAMS[program], **rest)
+    with jax.default_device(jax.devices("cpu")[0]):  # the meshes are of CPU devices on every machine
+        sampled = run(*given, limits=LIMITS, features=PROGRAMS[program], **rest)
     return jax.tree.map(np.asarray, sampled)
 
 

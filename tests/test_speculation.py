@@ -370,3 +370,16 @@ def test_a_cancelled_request_commits_nothing():
     assert told.drafted[:3].tolist() == [0, 0, 0]
     np.testing.assert_array_equal(np.asarray(new_cache.keys)[:, :3], before[:, :3])
     assert dataclasses.is_dataclass(after)
+
+
+@pytest.mark.parametrize(("name", "place"), [("weights", 0), ("cache", 2)])
+def test_a_step_with_a_proposer_asks_for_pairs(name, place):
+    state, cache = _admitted(REQUESTS[:1])
+    proposer = js.ngram_proposer(CHAIN)
+    step = js.make_decode_step(
+        forward, unembed, limits=LIMITS, features=FEATURES, proposer=proposer, verify=js.verify_match
+    )
+    given = [(WEIGHTS, ()), state, (cache(WEIGHTS), ())]
+    given[place] = given[place][0]
+    with pytest.raises(ValueError, match=f"{name} is a .*pair"):
+        step(*given)
