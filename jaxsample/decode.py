@@ -233,6 +233,12 @@ def step_parts(
 
     With join_axis = batch_axis verdicts are given to all devices: see `sharding.map_rows`.
     """
+    if proposer is not None and not isinstance(proposer, Proposer):
+        raise ValueError(
+            f"proposer is {proposer!r}, expected a Proposer (ngram_proposer, model_proposer, ...)"
+        )
+    if not callable(verify):
+        raise ValueError(f"verify is {verify!r}, expected a verifier (verify_match, verify_rejection, ...)")
     tree: Tree = ROOT if proposer is None else proposer.tree
 
     def propose(weights, requests: Requests, cache):

@@ -21,6 +21,7 @@ from jaxsample.quantize import (
     empty_storage,
     is_quantized,
     quantize,
+    storage_dtype,
 )
 
 
@@ -181,8 +182,12 @@ def stage(keys, values, storage) -> Staged:
 
     Args:
       keys, values: float[..., H, D].
-      storage: the dtype of the cache's keys.
+      storage: the dtype of the cache's keys, or the one that `init_cache` was given.
+
+    Raises:
+      ValueError: another dtype.
     """
+    storage = storage if is_quantized(storage) else storage_dtype(storage)
     if not is_quantized(storage):
         return Staged(keys.astype(storage), values.astype(storage))
     (keys, key_scales), (values, value_scales) = quantize(keys, storage), quantize(values, storage)
@@ -219,9 +224,9 @@ def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
         scales, or floats without, which are quantised here.
       lengths: i32[B], committed slots before this call.
       path: i32[B, M], nodes along the accepted path, the root first; entries at m >= count are ignored.
-      count: i32[B], rows to write, 0 ... M. A slot at S or above, or on a page not allocated, is dropped.
+      count: i32[B], rows to write, 0 ... M. A slot outside 0 ... S - 1 or on a page not allocated is dropped.
       rows: i32[b], distinct rows of the cache, where staged, lengths, path and count are of these b alone;
-        None for all.
+        one outside 0 ... B - 1 is dropped. None for all.
 
     Returns:
       The cache, of the same type.
@@ -234,7 +239,10 @@ def commit(cache: Cache, staged: Staged, lengths, path, count, rows=None):
     num_layers, num_nodes, num_emitted = cache.keys.shape[0], staged.keys.shape[2], path.shape[1]
     step = jnp.arange(num_emitted, dtype=jnp.int32)[None, :]
     slot = lengths[:, None] + step
-    major, minor = cache.places(slot, (step < count[:, None]) & (slot < cache.num_slots), rows)
+    kept = (step < count[:, None]) & (slot >= 0) & (slot < cache.num_slots)
+    if rows is not None:
+        kept &= ((rows >= 0) & (rows < cache.num_rows))[:, None]
+    major, minor = cache.places(slot, kept, rows)
 
     layer = jnp.arange(num_layers, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(path.shape[0], dtype=jnp.int32)[None, :, None]
@@ -333,6 +341,8 @@ def count_writes(metrics: WriteMetrics, num_staged, verdict_count, running) -> W
 
 
 def _check_shapes(cache: Cache, staged, lengths, path, count, rows):
+    if rows is not None and (rows.ndim != 1 or rows.dtype != jnp.int32):
+        raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}, expected int32 with 1 axis")
     num_layers, num_rows = cache.keys.shape[0], cache.num_rows if rows is None else rows.shape[0]
     storage, heads = cache.keys.dtype, cache.keys.shape[3:]
     has_codes = staged.key_scales is not None
@@ -342,9 +352,11 @@ def _check_shapes(cache: Cache, staged, lengths, path, count, rows):
             raise ValueError(
                 f"staged {name} have shape {new.shape}, the cache {old.shape}: expected {expected}"
             )
-        if is_quantized(storage) and not has_codes and not jnp.issubdtype(new.dtype, jnp.floating):
+        is_float = jnp.issubdtype(new.dtype, jnp.floating) and new.dtype.itemsize > 1
+        if is_quantized(storage) and not has_codes and not is_float:
             raise ValueError(
-                f"staged {name} are {new.dtype}, a cache of {old.dtype} takes floats, or codes with scales"
+                f"staged {name} are {new.dtype}, a cache of {old.dtype} takes floats of two bytes or more, "
+                "or codes with scales"
             )
         if old.dtype != storage or (new.dtype != storage and (has_codes or not is_quantized(storage))):
             raise ValueError(f"staged {name} are {new.dtype}, the cache is {old.dtype}: they must be equal")
@@ -362,6 +374,8 @@ def _check_shapes(cache: Cache, staged, lengths, path, count, rows):
                 f"staged {name} have shape {None if new is None else new.shape}, expected {expected}: "
                 "both or none, and none for a cache of floats"
             )
+        if new is not None and new.dtype != jnp.float32:
+            raise ValueError(f"staged {name} are {new.dtype}, expected float32")
     for name, array, ndim in (("lengths", lengths, 1), ("path", path, 2), ("count", count, 1)):
         if array.ndim != ndim or array.shape[0] != num_rows or array.dtype != jnp.int32:
             raise ValueError(

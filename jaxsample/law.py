@@ -40,10 +40,11 @@ def log_probs(law: Law):
 
 
 def log_prob_of(law: Law, ids):
-    """Log-probability of one token a distribution, i32[...] ids: f32[...]; -inf for a negative id."""
-    at = jnp.maximum(ids, 0)[..., None]
+    """Log-probability of one token a distribution, i32[...] ids: f32[...]; -inf for an id outside."""
+    inside = (ids >= 0) & (ids < law.logits.shape[-1])
+    at = jnp.where(inside, ids, 0)[..., None]
     values = jnp.take_along_axis(law.logits, at, axis=-1, mode="clip")
-    return jnp.where(ids >= 0, _log_prob(law, values, at)[..., 0], -jnp.inf)
+    return jnp.where(inside, _log_prob(law, values, at)[..., 0], -jnp.inf)
 
 
 def take_rows(tree, index):

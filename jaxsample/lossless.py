@@ -75,8 +75,10 @@ def verify_block(target: Target, draft: Draft, tree: Tree, noise: GivenNoise | N
     num_drafts = tree.max_depth
     log_rho, log_rhos = jnp.zeros((rows.num_rows,)), []
     for step in range(num_drafts):
-        ratio = rows.log_p[:, step] - rows.log_q[:, step]
-        log_rho = jnp.where(rows.live[:, step], jnp.minimum(log_rho + ratio, 0), -jnp.inf)
+        # 0 where the target has none of it, whatever the draft says; and where the draft says NaN.
+        ratio = jnp.where(rows.log_p[:, step] > -jnp.inf, rows.log_p[:, step] - rows.log_q[:, step], -jnp.inf)
+        counts = rows.live[:, step] & ~jnp.isnan(ratio)
+        log_rho = jnp.where(counts, jnp.minimum(log_rho + ratio, 0), -jnp.inf)
         log_rhos.append(log_rho)
     log_rhos = jnp.stack(log_rhos, axis=1) if log_rhos else jnp.zeros((rows.num_rows, 0))
     step = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)[None, :]
@@ -110,7 +112,7 @@ class _Chain:
         self.valid = target.shaped.valid.reshape(-1, num_nodes)
         self.proposals = draft.tokens[:, 1:]
         # A proposal behind a bad row cannot be judged: it is not accepted.
-        self.live = live_nodes(draft, tree)[:, 1:] & self.valid[:, :-1]
+        self.live = live_nodes(draft, tree, target.vocab_size)[:, 1:] & self.valid[:, :-1]
         self.log_p = log_prob_of(jax.tree.map(lambda leaf: leaf[:, :-1], self.law), self.proposals)
         self.log_q = jnp.zeros_like(self.log_p)
         if draft.law is not None and tree.max_depth > 0:

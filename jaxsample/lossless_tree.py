@@ -79,7 +79,7 @@ def _walk(target: Target, draft: Draft, tree: Tree, noise, next_q: Callable[...,
     num_rows, num_nodes = draft.tokens.shape
     law = by_node(law_of(target), num_nodes)
     valid = target.shaped.valid.reshape(-1, num_nodes)
-    live, children = live_nodes(draft, tree), child_table(tree)
+    live, children = live_nodes(draft, tree, target.vocab_size), child_table(tree)
     uniform = accept_noise(target, tree) if noise is None else noise.accept
     uniform = jnp.pad(uniform, ((0, 0), (1, 0)))
     inner = np.zeros(num_nodes, np.int32)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxsample import rng
 from jaxsample.candidates import first_tokens
@@ -144,6 +145,11 @@ def model_proposer(
 
     def propose(weights, cache, requests: Requests):
         num_rows = requests.root.shape[0]
+        if cache.num_slots < limits.max_length or cache.num_rows != num_rows:
+            raise ValueError(
+                f"the draft's cache has {cache.num_rows} rows of {cache.num_slots} slots, "
+                f"expected {num_rows} of at least max_length = {limits.max_length}"
+            )
         tokens = jnp.full((num_rows, tree.num_nodes), PAD, jnp.int32).at[:, 0].set(requests.root)
         laws = []
         for depth in range(tree.max_depth):
@@ -244,7 +250,18 @@ def widen(logits, ids, vocab_size: int):
       logits: f32[..., Vd].
       ids: i32[Vd], the target's id of each draft token, distinct.
       vocab_size: V.
+
+    Raises:
+      ValueError: ids that are not Vd distinct ones from 0 ... V - 1; traced ids are not looked at.
     """
+    if not isinstance(ids, Tracer):
+        known = np.asarray(ids)
+        if known.shape != logits.shape[-1:] or len(np.unique(known)) != known.size:
+            raise ValueError(f"ids have shape {list(known.shape)}, expected {logits.shape[-1]} distinct ones")
+        if known.size and not 0 <= known.min() <= known.max() < vocab_size:
+            raise ValueError(
+                f"ids run from {known.min()} to {known.max()}, allowed are 0 ... {vocab_size - 1}"
+            )
     wide = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
     return wide.at[..., jnp.asarray(ids)].set(logits)
 

@@ -72,6 +72,10 @@ def shape(
       ValueError: shapes that do not fit, at trace time.
     """
     vocab_size = limits.vocab_size
+    if logits.shape[1] < vocab_size:
+        raise ValueError(
+            f"logits have {logits.shape[1]} columns, expected at least limits.vocab_size = {vocab_size}"
+        )
     if allowed is not None and not features.shapes:
         raise ValueError(
             f"allowed is given, but tier {features.tier!r} has no masks, expected tier 'full' "

@@ -50,9 +50,8 @@ def verify_match(target: Target, draft: Draft, tree: Tree) -> Verdict:
       ValueError: shapes that do not fit the tree, at trace time.
     """
     shape = (-1, tree.num_nodes)
-    return accept_matching(
-        draw_target(target).reshape(shape), target.shaped.valid.reshape(shape), draft, tree
-    )
+    sampled = draw_target(target).reshape(shape)
+    return accept_matching(sampled, target.shaped.valid.reshape(shape), draft, tree)
 
 
 def accept_matching(sampled, valid, draft: Draft, tree: Tree) -> Verdict:
@@ -68,7 +67,8 @@ def accept_matching(sampled, valid, draft: Draft, tree: Tree) -> Verdict:
     for name, array in (("sampled", sampled), ("valid", valid)):
         if array.shape != (num_rows, tree.num_nodes):
             raise ValueError(f"{name} has shape {list(array.shape)}, expected [{num_rows}, {tree.num_nodes}]")
-    live = live_nodes(draft, tree)
+    # What was drawn lies in the vocabulary, so that no other id equals it.
+    live = live_nodes(draft, tree, np.iinfo(np.int32).max)
     children = child_table(tree)
 
     node = jnp.zeros((num_rows,), jnp.int32)
@@ -108,10 +108,13 @@ def on_path(path, num_nodes: int):
     return jnp.any(path[:, :, None] == node[None, None, :], axis=1)
 
 
-def live_nodes(draft: Draft, tree: Tree):
-    """Which nodes hold a proposal that counts: bool[B, N]; below a node that does not, none does."""
+def live_nodes(draft: Draft, tree: Tree, vocab_size: int):
+    """Which nodes hold a proposal that counts: bool[B, N]; below a node that does not, none does.
+
+    Ids outside the vocabulary (PAD, placeholders that a prompt held) are no proposals.
+    """
     own = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None, :] <= draft.num_live[:, None]
-    own &= draft.tokens != PAD
+    own &= (draft.tokens >= 0) & (draft.tokens < vocab_size)
     broken = ~own[:, None, :] & jnp.asarray(tree.ancestors)[None]
     return ~jnp.any(broken[:, :, 1:], axis=2)
 

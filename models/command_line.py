@@ -19,6 +19,8 @@ from models.random_weights import random_weights
 from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
+_NUM_DRAFTS = 4
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like all others."""
@@ -46,8 +48,8 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `read_speculation` reads."""
     flags = parser.add_argument_group("speculation")
     flags.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
-    flags.add_argument("--verify", choices=VERIFIERS, default="match", help="default %(default)s")
-    flags.add_argument("--num-draft", type=int, default=4, metavar="K", help="default %(default)s")
+    flags.add_argument("--verify", choices=VERIFIERS, help=f"default {VERIFIERS[0]}")
+    flags.add_argument("--num-draft", type=int, metavar="K", help=f"default {_NUM_DRAFTS}")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,16 +120,21 @@ def read_speculation(options: argparse.Namespace) -> Speculation | None:
     """What --speculate, --verify and --num-draft say; None for plain decoding.
 
     Raises:
-      ValueError: an unknown way to draft, or what `load` refuses of a draft model.
+      ValueError: an unknown way to draft, what `load` refuses of a draft model, or the other two alone.
     """
     if options.speculate is None:
+        for name, given in (("--verify", options.verify), ("--num-draft", options.num_draft)):
+            if given is not None:
+                raise ValueError(f"{name} is {given}, which says nothing without --speculate")
         return None
+    num_drafts = _NUM_DRAFTS if options.num_draft is None else options.num_draft
+    verify = options.verify or VERIFIERS[0]
     kind, _, path = options.speculate.partition(":")
     if kind == "ngram" and not path:
-        return Speculation(options.num_draft, options.verify)
+        return Speculation(num_drafts, verify)
     if kind == "draft" and path:
         model = load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options)))
-        return Speculation(options.num_draft, options.verify, (model.config, model.weights))
+        return Speculation(num_drafts, verify, (model.config, model.weights))
     raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
 
 

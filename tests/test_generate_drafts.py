@@ -83,6 +83,8 @@ def test_text_is_that_of_plain_decoding(checkpoint, verify, drafter, num_drafts)
     ("flags", "named"),
     [
         (["--speculate", "magic"], "--speculate"),
+        (["--verify", "block"], "--verify is block, which says nothing without --speculate"),
+        (["--num-draft", "3"], "--num-draft is 3"),
         (["--speculate", "draft:"], "--speculate"),
         (["--speculate", "draft:nowhere"], "nowhere"),
         (["--speculate", "ngram", "--num-draft", "0"], "num_drafts"),

@@ -24,9 +24,11 @@ from jaxsample import (
     from_paths,
     gather_layer,
     init_cache,
+    init_paged_cache,
     init_write_metrics,
     quantize,
     read_staged,
+    stage,
 )
 from models.decoder import DecoderConfig, decoder_functions
 from models.random_weights import random_weights
@@ -377,6 +379,16 @@ def test_staged_rows_that_do_not_fit_are_refused(change, message):
             "staged key_scales",
         ),
         (lambda c, s: (c, dataclasses.replace(as_stored(s, c), value_scales=None)), "staged value_scales"),
+        (lambda c, s: (c, jax.tree.map(lambda x: x.astype(FP8), s)), "two bytes or more"),
+        (
+            lambda c, s: (
+                c,
+                dataclasses.replace(
+                    as_stored(s, c), key_scales=jnp.ones((LAYERS, ROWS, 1, HEADS), jnp.int32)
+                ),
+            ),
+            "key_scales are int32",
+        ),
         (lambda c, s: (c, dataclasses.replace(as_stored(s, c), keys=s.keys)), "staged keys are float32"),
         (lambda c, s: (init_cache(*c.keys.shape, jnp.float32), as_stored(s, c)), "staged keys are int8"),
     ],
@@ -393,3 +405,36 @@ def test_counts_of_another_batch_are_refused():
     cache, staged, _, _ = _arrays(1)
     with pytest.raises(ValueError, match="count"):
         commit(cache, staged, _i32(0, 0, 0, 0), jnp.zeros((ROWS, 1), jnp.int32), _i32(1, 1, 1))
+
+
+def test_rows_are_staged_by_either_name_of_a_dtype_and_no_other_dtype_is_taken():
+    keys, values = _staged(1).keys, _staged(1).values
+    for one, other in zip(
+        _bits(stage(keys, values, FP8)), _bits(stage(keys, values, jnp.uint8)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="dtype is int32"):
+        stage(keys, values, jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_places_outside_the_cache_are_never_written(dtype, paged):
+    if paged:
+        table = np.arange(ROWS * 2, dtype=np.int32).reshape(ROWS, 2)
+        cache = init_paged_cache(LAYERS, 2 * ROWS, 4, HEADS, SIZE, dtype, table)
+    else:
+        cache = init_cache(LAYERS, ROWS, 8, HEADS, SIZE, dtype)
+    staged, path = _staged(3), jnp.tile(_i32([0, 1, 2]), (ROWS, 1))
+    before = _bits(cache)
+    for lengths in (_i32(-1, -3, -9, -(2**31)), _i32(8, 9, 2**31 - 1, 2**31 - 2)):
+        count = jnp.where(lengths == -1, 1, 3)
+        for found, old in zip(_bits(commit(cache, staged, lengths, path, count)), before, strict=True):
+            np.testing.assert_array_equal(found, old)
+    two = jax.tree.map(lambda x: x[:, :2], staged)
+    for rows in (_i32(-1, ROWS), _i32(-ROWS, 2**31 - 1)):
+        after = commit(cache, two, _i32(0, 0), path[:2], _i32(3, 3), rows)
+        for found, old in zip(_bits(after), before, strict=True):
+            np.testing.assert_array_equal(found, old)
+    with pytest.raises(ValueError, match="rows are float32"):
+        commit(cache, two, _i32(0, 0), path[:2], _i32(3, 3), jnp.zeros(2))

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsample import GivenNoise, chain, verify_block, verify_rejection
+from jaxsample import (
+    GivenNoise,
+    chain,
+    verify_block,
+    verify_rejection,
+    verify_tree_distinct,
+    verify_tree_points,
+)
 from tests import laws, reference_verify
 
 ORACLE = dict(np.load(pathlib.Path(__file__).parent / "data" / "rejection.npz"))
@@ -275,3 +282,35 @@ def test_a_refusal_that_leaves_nothing_draws_from_the_target(verify):
             for noise, token in flips(rule.weights[0], rule.weight_error[0]):
                 rows.add(case, np.full(4, 1.5), 0, noise, token)
     rows.check(verify, chain(4))
+
+
+def never_emits(verify, tree, law, tokens, wrong):
+    """No row of many gets a token that `wrong` is true of."""
+    num_rows = 512
+    rows = lambda law: np.tile(law, (num_rows, 1, 1))
+    log_p, log_q = rows(law[0]), None if law[1] is None else rows(law[1])
+    tokens = np.tile(np.asarray(tokens, np.int32), (num_rows, 1))
+    live, position = np.full(num_rows, tree.num_nodes - 1, np.int32), np.zeros(num_rows, np.int32)
+    given = tokens, live, laws.seeds(np.arange(num_rows)), position
+    verdict = laws.run(verify, tree, log_p, log_q, *given)
+    column = np.arange(tree.max_depth + 1)[None, :]
+    emitted = np.asarray(verdict.tokens)[column < np.asarray(verdict.count)[:, None]]
+    assert not wrong(emitted).any()
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block, verify_tree_points, verify_tree_distinct])
+@pytest.mark.parametrize("token", [133, 128, -7, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_never_emitted(verify, token):
+    with np.errstate(divide="ignore"):
+        p = np.log(np.full((2, 128), [0.5] + [0] * 126 + [0.5])).astype(np.float32)
+    q = None if verify is verify_tree_points else np.zeros((1, 128), np.float32)
+    never_emits(verify, chain(1), (p, q), [0, token], lambda emitted: (emitted != 0) & (emitted != 127))
+
+
+@pytest.mark.parametrize("verify", [verify_rejection, verify_block, verify_tree_distinct])
+@pytest.mark.parametrize("drafts", [[0, 3, 1], [0, 3, 2], [0, 1, 3]])
+@pytest.mark.parametrize("q", ["the target's", "NaN"])
+def test_a_draft_that_its_own_law_excludes_does_not_get_what_the_target_excludes_out(verify, drafts, q):
+    p = laws.logs(np.full((3, 4), [0.5, 0.5, 0, 0]))
+    law = p, p[:2] if q == "the target's" else np.full_like(p[:2], np.nan)
+    never_emits(verify, chain(2), law, drafts, lambda emitted: emitted > 1)

@@ -351,6 +351,14 @@ def test_a_head_proposes_from_the_hidden_state_the_root_was_drawn_from():
 def test_a_smaller_draft_vocabulary_widens_to_the_targets():
     wide = js.widen(jnp.asarray([[1.0, 2.0]]), jnp.asarray([4, 1]), 6)
     np.testing.assert_array_equal(np.asarray(wide), [[-np.inf, 2, -np.inf, -np.inf, 1, -np.inf]])
+    for ids, message in (
+        ([4, -1], "-1 to 4, allowed are 0 ... 5"),
+        ([6, 0], "0 to 6"),
+        ([1, 1], "2 distinct"),
+        ([1], "2 distinct"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            js.widen(jnp.asarray([[1.0, 2.0]]), np.asarray(ids), 6)
 
 
 def test_proposers_refuse_what_they_cannot_do():
@@ -370,6 +378,38 @@ def test_a_cancelled_request_commits_nothing():
     assert told.drafted[:3].tolist() == [0, 0, 0]
     np.testing.assert_array_equal(np.asarray(new_cache.keys)[:, :3], before[:, :3])
     assert dataclasses.is_dataclass(after)
+
+
+def test_placeholders_of_a_prompt_are_never_proposed_nor_emitted():
+    # What followed the last [5] is 200, which is no token: prompts may hold ids that stand for images.
+    limits = js.Limits(128, max_length=32)
+    flat = lambda weights, hidden: jnp.zeros((*hidden.shape[:2], 128), jnp.float32)
+    for verify, placeholder in ((js.verify_rejection, 200), (js.verify_tree_points, -100)):
+        proposer = js.ngram_proposer(CHAIN)
+        features = js.Features("plain", num_candidates=8)
+        step = js.make_decode_step(
+            forward, flat, limits=limits, features=features, proposer=proposer, verify=verify
+        )
+        params, stop = js.stack_rows([js.make_params(limits, seed=seed) for seed in range(200)])
+        prompts = np.tile(np.asarray([5, placeholder, placeholder, 7, 5], np.int32), (200, 1))
+        state = admit(js.empty_requests(limits, 200), np.arange(200, dtype=np.int32), params, stop, prompts,
+                      np.full(200, 5, np.int32), limits=limits)  # fmt: skip
+        _, _, record = step((WEIGHTS, ()), state, (init_lookup_cache(200, 32), ()))
+        out = js.unpack(record, features)
+        assert (out.count == 1).all()
+        assert ((out.tokens[:, 0] >= 0) & (out.tokens[:, 0] < 128)).all()
+
+
+def test_steps_refuse_what_is_no_proposer_no_verifier_and_too_few_logits():
+    sizes = dict(limits=LIMITS, features=FEATURES)
+    with pytest.raises(ValueError, match="verify is 'block'"):
+        js.make_decode_step(forward, unembed, **sizes, proposer=js.ngram_proposer(CHAIN), verify="block")
+    with pytest.raises(ValueError, match="proposer is "):
+        js.make_decode_step(forward, unembed, **sizes, proposer=CHAIN)
+    state, cache = _admitted(REQUESTS[:1])
+    narrow = lambda weights, hidden: unembed(weights, hidden)[..., : V - 1]
+    with pytest.raises(ValueError, match=f"logits have {V - 1} columns"):
+        js.make_decode_step(forward, narrow, **sizes)(WEIGHTS, state, cache(WEIGHTS))
 
 
 @pytest.mark.parametrize(("name", "place"), [("weights", 0), ("cache", 2)])
