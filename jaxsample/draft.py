@@ -115,8 +115,8 @@ class Draft:
     """Proposed tokens on a static tree.
 
     Fields:
-      tokens: i32[B, N], the token of each node; node 0 holds the root, the last token emitted. PAD (-1) in a
-        node ends its branch.
+      tokens: i32[B, N], the token of each node; node 0 holds the root, the last token emitted. PAD (-1), or
+        any id outside the vocabulary, ends its branch.
       num_live: i32[B], proposals of each row (the root is not one): nodes 1 ... num_live count.
       law: the distributions the proposals were drawn from, a `Law` [B, I] for the I inner nodes of the tree
         (those with children) in order; None for proposals that were not drawn at all (a point mass each).
