@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -24,6 +25,7 @@ DOCUMENTS = [
     "docs/design.md",
     "docs/contract.md",
     "docs/measured.md",
+    "docs/migration.md",
 ]
 
 
@@ -93,6 +95,14 @@ def test_the_design_lists_the_modules_in_the_order_of_their_imports():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODULE_ORDER"
     )
     assert tuple(listed) == ast.literal_eval(names)
+
+
+def test_the_table_of_names_has_every_argument_that_requests_share():
+    table = (ROOT / "docs/migration.md").read_text().split("## Meaning")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    arguments = list(inspect.signature(jaxsample.make_params).parameters)
+    own = {"limits", "prompt_length", "token_temperature_scale"}  # what no other software has
+    assert named == [name for name in arguments if name not in own]
 
 
 def test_every_public_name_has_a_docstring():
