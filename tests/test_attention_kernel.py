@@ -32,8 +32,18 @@ def inputs(rows, tree, heads, kv_heads, size, slots, dtype):
     return query, *cached, *staged, js.attention_mask(lengths, tree, slots)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"B={case[0]}")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (CASES[0], jnp.float32),
+        (CASES[1], jnp.bfloat16),
+        (CASES[2], jnp.float32),
+        (CASES[3], jnp.float32),
+        *(pytest.param(case, jnp.bfloat16, marks=pytest.mark.large) for case in (CASES[0], *CASES[2:])),
+        pytest.param(CASES[1], jnp.float32, marks=pytest.mark.large),
+    ],
+    ids=lambda value: f"B={value[0]}" if isinstance(value, tuple) else jnp.dtype(value).name,
+)
 def test_the_kernel_gives_what_attend_gives(case, dtype):
     given = inputs(*case, dtype)
     found = np.asarray(jax.jit(attend_by_kernel, static_argnames="interpret")(*given, interpret=not ON_GPU))

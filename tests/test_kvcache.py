@@ -417,8 +417,15 @@ def test_rows_are_staged_by_either_name_of_a_dtype_and_no_other_dtype_is_taken()
         stage(keys, values, jnp.int32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "paged"),
+    [
+        (jnp.float32, False),
+        (jnp.int8, True),
+        pytest.param(jnp.float32, True, marks=pytest.mark.large),
+        pytest.param(jnp.int8, False, marks=pytest.mark.large),
+    ],
+)
 def test_places_outside_the_cache_are_never_written(dtype, paged):
     if paged:
         table = np.arange(ROWS * 2, dtype=np.int32).reshape(ROWS, 2)

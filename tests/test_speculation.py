@@ -161,10 +161,7 @@ VERIFIERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.large] * (name not in ("block", "tree_distinct")))
-        for name in VERIFIERS
-    ],
+    [pytest.param(name, marks=[pytest.mark.large] * (name != "tree_distinct")) for name in VERIFIERS],
 )
 def test_greedy_rows_get_the_text_of_plain_decoding_from_every_verifier(name):
     verify, tree, pick = VERIFIERS[name]
@@ -380,24 +377,25 @@ def test_a_cancelled_request_commits_nothing():
     assert dataclasses.is_dataclass(after)
 
 
-def test_placeholders_of_a_prompt_are_never_proposed_nor_emitted():
-    # What followed the last [5] is 200, which is no token: prompts may hold ids that stand for images.
-    limits = js.Limits(128, max_length=32)
+@pytest.mark.parametrize(
+    ("verify", "placeholder"),
+    [(js.verify_rejection, 200), pytest.param(js.verify_tree_points, -100, marks=pytest.mark.large)],
+)
+def test_placeholders_of_a_prompt_are_never_proposed_nor_emitted(verify, placeholder):
+    # What followed the last [5] is no token: prompts may hold ids that stand for images.
+    limits, features = js.Limits(128, max_length=32), js.Features("plain", num_candidates=8)
     flat = lambda weights, hidden: jnp.zeros((*hidden.shape[:2], 128), jnp.float32)
-    for verify, placeholder in ((js.verify_rejection, 200), (js.verify_tree_points, -100)):
-        proposer = js.ngram_proposer(CHAIN)
-        features = js.Features("plain", num_candidates=8)
-        step = js.make_decode_step(
-            forward, flat, limits=limits, features=features, proposer=proposer, verify=verify
-        )
-        params, stop = js.stack_rows([js.make_params(limits, seed=seed) for seed in range(200)])
-        prompts = np.tile(np.asarray([5, placeholder, placeholder, 7, 5], np.int32), (200, 1))
-        state = admit(js.empty_requests(limits, 200), np.arange(200, dtype=np.int32), params, stop, prompts,
-                      np.full(200, 5, np.int32), limits=limits)  # fmt: skip
-        _, _, record = step((WEIGHTS, ()), state, (init_lookup_cache(200, 32), ()))
-        out = js.unpack(record, features)
-        assert (out.count == 1).all()
-        assert ((out.tokens[:, 0] >= 0) & (out.tokens[:, 0] < 128)).all()
+    params, stop = js.stack_rows([js.make_params(limits, seed=seed) for seed in range(200)])
+    prompts = np.tile(np.asarray([5, placeholder, placeholder, 7, 5], np.int32), (200, 1))
+    lengths, slots = np.full(200, 5, np.int32), np.arange(200, dtype=np.int32)
+    state = js.admit(js.empty_requests(limits, 200), slots, params, stop, prompts, lengths, limits=limits)
+    step = js.make_decode_step(
+        forward, flat, limits=limits, features=features, proposer=js.ngram_proposer(CHAIN), verify=verify
+    )
+    _, _, record = step((WEIGHTS, ()), state, (init_lookup_cache(200, 32), ()))
+    out = js.unpack(record, features)
+    assert (out.count == 1).all()
+    assert ((out.tokens[:, 0] >= 0) & (out.tokens[:, 0] < 128)).all()
 
 
 def test_steps_refuse_what_is_no_proposer_no_verifier_and_too_few_logits():
