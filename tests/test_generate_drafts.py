@@ -58,7 +58,11 @@ def _same(ours, theirs):
 
 @pytest.mark.parametrize(
     ("verify", "drafter", "num_drafts"),
-    [("match", "ngram", 3), pytest.param("match", "draft", 2, marks=pytest.mark.large), ("tree", "draft", 3)],
+    [
+        ("match", "ngram", 3),
+        pytest.param("match", "draft", 2, marks=pytest.mark.large),
+        pytest.param("tree", "draft", 3, marks=pytest.mark.large),
+    ],
 )
 def test_text_is_that_of_plain_decoding(checkpoint, verify, drafter, num_drafts):  # noqa: F811
     """Greedy text from either verifier, and under `match`, which draws as the model would, sampled text too."""

@@ -252,7 +252,8 @@ def test_a_signal_cancels_what_runs_and_is_the_exit_code(checkpoint, tmp_path, m
     assert all("stopped" in error for _, error in errors.values())
 
 
-@pytest.mark.parametrize("drafter", ["ngram", pytest.param("draft", marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
 def test_drafts_leave_greedy_text_as_it_is(checkpoint, tmp_path, drafter):  # noqa: F811
     requests = [
         {"prompt": prompt, "temperature": 0, "max_tokens": 14} for prompt in ("abcabcabc", "xyxyxy", "q")

@@ -377,9 +377,9 @@ def test_a_cancelled_request_commits_nothing():
     assert dataclasses.is_dataclass(after)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
-    ("verify", "placeholder"),
-    [(js.verify_rejection, 200), pytest.param(js.verify_tree_points, -100, marks=pytest.mark.large)],
+    ("verify", "placeholder"), [(js.verify_rejection, 200), (js.verify_tree_points, -100)]
 )
 def test_placeholders_of_a_prompt_are_never_proposed_nor_emitted(verify, placeholder):
     # What followed the last [5] is no token: prompts may hold ids that stand for images.
