@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsample.propose import Proposer
+from jaxsample.propose import Past, Proposer, no_past, past_after
 
 
 @jax.tree_util.register_dataclass
@@ -18,14 +18,16 @@ class DraftLength:
 
     Fields:
       rate: f32[B], exponential average of the share of proposals accepted, from 1 for a new request.
+      past: whose rate it is; a request that comes to a slot, new or resumed, begins with 1.
     """
 
     rate: jax.Array
+    past: Past
 
 
 def new_draft_length(num_rows: int) -> DraftLength:
     """The state to begin with."""
-    return DraftLength(jnp.ones((num_rows,), jnp.float32))
+    return DraftLength(jnp.ones((num_rows,), jnp.float32), no_past(num_rows))
 
 
 def draft_length_of(state: DraftLength, *, target_rate: float, shortest: int, longest: int):
@@ -48,7 +50,7 @@ def update_draft_length(state: DraftLength, num_drafted, num_accepted, *, decay:
     """
     share = num_accepted / jnp.maximum(num_drafted, 1)
     moved = decay * state.rate + (1 - decay) * share.astype(jnp.float32)
-    return DraftLength(jnp.where(num_drafted > 0, moved, state.rate))
+    return dataclasses.replace(state, rate=jnp.where(num_drafted > 0, moved, state.rate))
 
 
 def adaptive(
@@ -96,11 +98,13 @@ def adaptive(
         num_accepted = jnp.sum(verdict.accepted, axis=1, dtype=jnp.int32)
         num_drafted = jnp.where(verdict.count > 0, num_live, 0)
         lengths = update_draft_length(_fresh(lengths, requests), num_drafted, num_accepted, decay=decay)
-        return inner, lengths
+        past = past_after(lengths.past, requests, verdict)
+        return inner, dataclasses.replace(lengths, past=past)
 
     return Proposer(proposer.tree, propose, settle)
 
 
 def _fresh(lengths: DraftLength, requests) -> DraftLength:
-    """A request that has emitted nothing starts over, whatever its slot held before."""
-    return DraftLength(jnp.where(requests.history.num_emitted == 0, 1, lengths.rate))
+    """A request that is new to its slot starts over, whatever the slot held before."""
+    own = lengths.past.is_own(requests)
+    return dataclasses.replace(lengths, rate=jnp.where(own, lengths.rate, 1))

@@ -184,6 +184,9 @@ def stage(keys, values, storage) -> Staged:
       keys, values: float[..., H, D].
       storage: the dtype of the cache's keys, or the one that `init_cache` was given.
 
+    Returns:
+      Staged in the dtype of the cache's keys, with scales f32[..., H] where that has one byte.
+
     Raises:
       ValueError: another dtype.
     """
@@ -199,6 +202,9 @@ def read_staged(staged: Staged):
 
     Args:
       staged: of `stage`; floats without scales are returned as they are.
+
+    Returns:
+      keys, values, float32 where staged holds codes.
     """
     if staged.key_scales is None or staged.value_scales is None:
         return staged.keys, staged.values

@@ -47,6 +47,39 @@ class Proposer(NamedTuple):
     settle: Callable[..., Any]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """Whose past a proposer's state holds, slot by slot: a slot may have another tenant, or a resumed one.
+
+    Fields:
+      seed: u32[B, 2], the request's. num_emitted: i32[B], tokens it had emitted then, -1 for nobody.
+    """
+
+    seed: jax.Array
+    num_emitted: jax.Array
+
+    def is_own(self, requests: Requests):
+        """Which rows' state is of the request that sits there now: bool[B]."""
+        same = jnp.all(self.seed == requests.params.seed, axis=1)
+        return same & (self.num_emitted == requests.history.num_emitted) & (self.num_emitted > 0)
+
+
+def no_past(num_rows: int) -> Past:
+    """The past of B slots in which nobody sat."""
+    return Past(jnp.zeros((num_rows, 2), jnp.uint32), jnp.full((num_rows,), -1, jnp.int32))
+
+
+def past_after(past: Past, requests: Requests, verdict: Verdict) -> Past:
+    """The past once a step has emitted what its verdict says; rows that emit nothing keep theirs."""
+    went = verdict.count > 0
+    num_emitted = requests.history.num_emitted + verdict.count
+    return Past(
+        jnp.where(went[:, None], requests.params.seed, past.seed),
+        jnp.where(went, num_emitted, past.num_emitted),
+    )
+
+
 def ngram_proposer(tree: Tree, *, max_ngram: int = 3, min_ngram: int = 1) -> Proposer:
     """Prompt lookup: what followed the last time the request's last tokens occurred. No weights, no state.
 
@@ -177,7 +210,7 @@ def model_proposer(
 
 def head_proposer(
     predict: Callable[..., Any], tree: Tree, *, width: int, dtype: Any = jnp.float32
-) -> tuple[Proposer, Callable[[int], jax.Array]]:
+) -> tuple[Proposer, Callable[[int], tuple[jax.Array, Past]]]:
     """A draft head: it reads the target's hidden state of the position before the root.
 
     Args:
@@ -187,23 +220,28 @@ def head_proposer(
       width: W. dtype: of hidden.
 
     Returns:
-      (Proposer, make_state): make_state(B) is the state to begin with. A request that has emitted nothing
-      has no hidden state yet and proposes nothing.
+      (Proposer, make_state): make_state(B) is the state to begin with: hidden [B, W] and whose it is. A
+      request of which there is no hidden state yet (a new or resumed one) proposes nothing.
     """
 
     def propose(weights, state, requests: Requests):
-        draft = predict(weights, state, requests)
-        fresh = requests.history.num_emitted == 0
-        return dataclasses.replace(draft, num_live=jnp.where(fresh, 0, draft.num_live)), ()
+        known, past = state
+        draft = predict(weights, known, requests)
+        return dataclasses.replace(draft, num_live=jnp.where(past.is_own(requests), draft.num_live, 0)), ()
 
     def settle(weights, state, staged, requests: Requests, verdict: Verdict, hidden):
-        del weights, staged, requests
+        del weights, staged
+        known, past = state
         last = jnp.maximum(verdict.count - 1, 0)[:, None]
         node = jnp.take_along_axis(verdict.path, last, axis=1)[:, :, None]
-        newest = jnp.take_along_axis(hidden, node, axis=1, mode="clip")[:, 0].astype(state.dtype)
-        return jnp.where((verdict.count > 0)[:, None], newest, state)
+        newest = jnp.take_along_axis(hidden, node, axis=1, mode="clip")[:, 0].astype(known.dtype)
+        known = jnp.where((verdict.count > 0)[:, None], newest, known)
+        return known, past_after(past, requests, verdict)
 
-    return Proposer(tree, propose, settle), lambda num_rows: jnp.zeros((num_rows, width), dtype)
+    return Proposer(tree, propose, settle), lambda num_rows: (
+        jnp.zeros((num_rows, width), dtype),
+        no_past(num_rows),
+    )
 
 
 def draw_proposals(purpose: int) -> Callable[..., Any]:

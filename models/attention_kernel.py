@@ -2,7 +2,8 @@
 
 The kernel reads a contiguous cache where it lies, up to each row's own length; matrix products as XLA runs
 them want the heads of a row beside one another, and copy the cache first. It is in Pallas' Triton dialect,
-which JAX keeps but no longer develops: a stop-gap until one in its successor is as fast.
+which JAX keeps but no longer develops: a stop-gap until one in its successor is as fast. Pallas is imported
+where the kernel is used: half a second that runs on a CPU need not wait for.
 """
 
 import functools
@@ -12,8 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from models.attention import attend, precision_of
 
@@ -23,7 +22,12 @@ _PROGRAMS = 264  # two for each multiprocessor of an H200: a row's slots are spl
 
 
 def attention_of(head_size: int, mesh: Any = None) -> Callable:
-    """The attention for a decoder: the kernel on one GPU, else `attend`, which XLA can split over a mesh."""
+    """The attention for a decoder: the kernel on one GPU, else `attend`, which XLA can split over a mesh.
+
+    Args:
+      head_size: D; the kernel takes powers of two from 16 to 256.
+      mesh: where the weights lie; None: on one device.
+    """
     by_kernel = jax.default_backend() == "gpu" and mesh is None and head_size in (16, 32, 64, 128, 256)
     return attend_by_kernel if by_kernel else attend
 
@@ -81,6 +85,9 @@ def attend_by_kernel(
 
 def _committed(query, keys, values, lengths, interpret: bool):
     """Of P parts of the slots: sum of exp(score - max) value f32[B, G, P, Q, D], max, sum f32[B, G, P, Q]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
     B, G, Q, D = query.shape
     num_blocks = -(-keys.shape[1] // _SLOTS)
     num_parts = min(num_blocks, max(1, _PROGRAMS // (B * G)))
@@ -108,6 +115,9 @@ def _committed(query, keys, values, lengths, interpret: bool):
 
 
 def _kernel(query_ref, keys_ref, values_ref, length_ref, mixed_ref, top_ref, total_ref, *, blocks, scale):
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
     length, query = length_ref[...], query_ref[...]
     first = pl.program_id(2) * blocks
     last = jnp.minimum(first + blocks, pl.cdiv(length, _SLOTS))

@@ -345,6 +345,45 @@ def test_a_head_proposes_from_the_hidden_state_the_root_was_drawn_from():
             assert tokens[0][1] == (text[place - 1] + text[place]) % V
 
 
+def test_a_resumed_request_takes_nothing_from_the_last_tenant_of_its_slot():
+    def predict(weights, hidden, requests):
+        del weights, hidden
+        tokens = jnp.stack([requests.root, requests.root], axis=1)
+        return js.Draft(tokens, jnp.ones_like(requests.root))
+
+    head, make_state = js.head_proposer(predict, js.chain(1), width=3)
+    slow = js.adaptive(js.ngram_proposer(js.chain(4), max_ngram=2), target_rate=1.0)
+    asked, prompt = REQUESTS[0]
+    params, stop = js.stack_rows(
+        [js.make_params(LIMITS, **asked), js.make_params(LIMITS, **asked | {"seed": 99})]
+    )
+    prompts = np.tile(np.asarray([*prompt, 7, 3, 4], np.int32), (2, 1))  # three tokens were emitted before
+    lengths, emitted = np.full(2, len(prompt), np.int32), np.full(2, 3, np.int32)
+    state = admit(
+        js.empty_requests(LIMITS, 2),
+        np.arange(2, dtype=np.int32),
+        params,
+        stop,
+        prompts,
+        lengths,
+        emitted,
+        limits=LIMITS,
+    )
+    # The slots were the first request's, which had emitted as much: its own past counts, another's does not.
+    past = dataclasses.replace(
+        js.new_draft_length(2).past,
+        seed=jnp.tile(state.params.seed[:1], (2, 1)),
+        num_emitted=jnp.asarray(emitted),
+    )
+    hidden, _ = make_state(2)
+    assert head.propose((), (hidden, past), state)[0].num_live.tolist() == [1, 0]
+    rate = js.DraftLength(jnp.full(2, 0.25), past)
+    assert slow.propose((), ((), rate), state)[1][1].tolist()[0] == 1
+    assert slow.propose((), ((), rate), state)[1][1].tolist()[1] > 1
+    earlier = dataclasses.replace(past, num_emitted=jnp.asarray(emitted) - 1)
+    assert head.propose((), (hidden, earlier), state)[0].num_live.tolist() == [0, 0]
+
+
 def test_a_smaller_draft_vocabulary_widens_to_the_targets():
     wide = js.widen(jnp.asarray([[1.0, 2.0]]), jnp.asarray([4, 1]), 6)
     np.testing.assert_array_equal(np.asarray(wide), [[-np.inf, 2, -np.inf, -np.inf, 1, -np.inf]])
