@@ -3,9 +3,9 @@
     python -m benchmarks.bench_decode [--model qwen2.5-7b] [--batch 1 16 64] [--variants separate joined ...]
 
 Weights are random bfloat16 on a GPU, every row has a prefix of 512 tokens. A variant is a way to compute the
-same step: projections separate or joined, as matrix products or as sums, attention likewise. Each variant's
-hidden states are held against the first one's before it is timed. The stages are told apart by the named
-scopes of the step, and the kernels that took longest are printed.
+same step: projections separate or joined, as matrix products or as sums, attention and norms by XLA or in
+kernels (of a GPU). Each variant's hidden states are held against the first one's before it is timed. The
+stages are told apart by the named scopes of the step, and the kernels that took longest are printed.
 """
 
 import argparse
@@ -21,11 +21,9 @@ import numpy as np
 import jaxsample as js
 from benchmarks import cases, measure
 from benchmarks.stage_times import stage_times
-from models.attention import attend
-from models.attention_kernel import attend_by_kernel
-from models.attention_reduction import attend_by_reduction
 from models.decoder import DecoderConfig, decoder_functions
 from models.joining import join_projections
+from models.kernels import Kernels
 from models.presets import PRESETS, preset
 from models.projection import project_by_dot, project_by_reduction
 from models.random_weights import random_weights
@@ -42,18 +40,15 @@ class Variant:
 
     joined: bool
     project: Callable = project_by_dot
-    attend: Callable = attend
+    kernels: Kernels | None = None
 
 
 VARIANTS = {
     "separate": Variant(False),
-    "separate-attend-sums": Variant(False, attend=attend_by_reduction),
-    "separate-sums": Variant(False, project_by_reduction, attend_by_reduction),
+    "separate-kernels": Variant(False, kernels=Kernels()),
     "joined": Variant(True),
-    "joined-attend-sums": Variant(True, attend=attend_by_reduction),
-    "joined-attend-kernel": Variant(True, attend=attend_by_kernel),
-    "joined-project-sums": Variant(True, project_by_reduction),
-    "joined-sums": Variant(True, project_by_reduction, attend_by_reduction),
+    "joined-sums": Variant(True, project_by_reduction),
+    "joined-kernels": Variant(True, kernels=Kernels()),
 }
 
 
@@ -101,7 +96,7 @@ class Case:
     dtype: Any
 
     def model(self) -> tuple[Callable, Callable]:
-        return decoder_functions(self.config, project=self.variant.project, attend=self.variant.attend)
+        return decoder_functions(self.config, project=self.variant.project, kernels=self.variant.kernels)
 
     def floor_bytes(self, weights) -> int:
         """Bytes that any step must read: each weight once, and the keys and values of the prefixes."""
@@ -212,7 +207,7 @@ def _options(arguments):
     parser.add_argument("--prefix", type=int, default=512, metavar="P", help="committed tokens of each row")
     parser.add_argument("--slots", type=int, default=640, metavar="S", help="cache slots of a row")
     parser.add_argument("--mix", default="plain", choices=list(cases.MIXES), help="default %(default)s")
-    parser.add_argument("--variants", nargs="+", default=["separate", "joined"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["joined", "joined-kernels"], choices=list(VARIANTS))
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each case")
     parser.add_argument("--top", type=int, default=10, help="kernels to list")
     measure.add_options(parser)

@@ -18,8 +18,8 @@ import numpy as np
 
 import jaxsample as js
 from benchmarks import measure
-from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, decoder_functions
+from models.kernels import kernels_of
 from models.presets import preset
 from models.random_weights import random_weights
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         features=(features,),
         updates=(options.batch,),
     )
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size))
+    forward, unembed = decoder_functions(config, kernels=kernels_of())
 
     def new_cache(num_pages, page_size, table):
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_size)
@@ -100,7 +100,7 @@ def _requests(config: DecoderConfig, options) -> list[js.Request]:
 
 def _plain(config: DecoderConfig, weights, limits, features, requests, dtype) -> np.ndarray:
     """The first tokens by the plain step on a contiguous cache: i32[B, NUM_CHECKED]."""
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size))
+    forward, unembed = decoder_functions(config, kernels=kernels_of())
     num_rows = len(requests)
     rows = [js.make_params(limits, **request.params) for request in requests]
     prompts = np.asarray([request.prompt for request in requests], np.int32)

@@ -22,9 +22,9 @@ import numpy as np
 import jaxsample as js
 from benchmarks import cases, measure
 from benchmarks.stage_times import stage_times
-from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, decoder_functions
 from models.joining import join_projections
+from models.kernels import kernels_of
 from models.presets import PRESETS, preset
 from models.random_weights import random_weights
 from models.value_head import random_value_weights, value_functions
@@ -126,8 +126,8 @@ class Case:
 
 def _bench(case: Case, bandwidth: float, speed: float) -> list[dict]:
     options, num_rows = case.options, case.num_rows
-    model = decoder_functions(case.config, attend=attention_of(case.config.head_size))
-    value_model = value_functions(case.value_config, attend=attention_of(case.value_config.head_size))
+    model = decoder_functions(case.config, kernels=kernels_of())
+    value_model = value_functions(case.value_config, kernels=kernels_of())
     settings = dict(limits=case.limits, features=case.features)
     plain = js.make_decode_step(*model, **settings)
     guided = js.make_guided_step(*model, *value_model, **settings)

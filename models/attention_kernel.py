@@ -1,148 +1,265 @@
-"""Attention of a step's new tokens on a GPU: the committed slots in one kernel, the staged tokens beside it.
+"""The attention of a layer's new tokens on a GPU, from the projections to the mixed heads, in two kernels.
 
-The kernel reads a contiguous cache where it lies, up to each row's own length; matrix products as XLA runs
-them want the heads of a row beside one another, and copy the cache first. It is in Pallas' Triton dialect,
-which JAX keeps but no longer develops: a stop-gap until one in its successor is as fast. Pallas is imported
-where the kernel is used: half a second that runs on a CPU need not wait for.
+The first adds the biases, norms and rotates queries and keys, stages keys and values, and takes in the
+committed slots where the cache holds them, up to each row's own length; the slots of a row are split among
+programs, whose parts the second one joins. Written with XLA's operations the same is ten kernels and a copy
+of the layer's cache. In Pallas' Triton dialect, which JAX keeps but no longer develops: a stop-gap until one
+in its successor is as fast. Pallas is imported where a kernel is used: half a second that runs on a CPU need
+not wait for.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from models.attention import attend, precision_of
+from jaxsample.kvcache import Cache, PagedKVCache, Staged
+from jaxsample.quantize import is_quantized
+from models.attention import precision_of
+from models.heads import Heads, Norms
 
 _MOST_QUERIES = 64  # a key-value head's, of all new tokens: a program holds them all
 _SLOTS = 64  # of a block
 _PROGRAMS = 264  # two for each multiprocessor of an H200: a row's slots are split until there are as many
+_WARPS = 4
+_STAGES = 3  # blocks on their way while one is worked on
 
 
-def attention_of(head_size: int, mesh: Any = None) -> Callable:
-    """The attention for a decoder: the kernel on one GPU, else `attend`, which XLA can split over a mesh.
-
-    Args:
-      head_size: D; the kernel takes powers of two from 16 to 256.
-      mesh: where the weights lie; None: on one device.
-    """
-    by_kernel = jax.default_backend() == "gpu" and mesh is None and head_size in (16, 32, 64, 128, 256)
-    return attend_by_kernel if by_kernel else attend
+def takes(cache: Cache, query: Heads) -> bool:
+    """Whether `attend_new` is made for the step: few tokens, a cache of floats, heads of a power of two."""
+    size, num_queries = query.array.shape[-1], query.array.shape[1] * query.count
+    fits = size in (32, 64, 128, 256) and num_queries <= _MOST_QUERIES
+    return fits and not is_quantized(cache.keys.dtype)
 
 
-def attend_by_kernel(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    staged_keys: jax.Array,
-    staged_values: jax.Array,
+def attend_new(
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    norms: Norms | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    cache: Cache,
+    layer: jax.Array,
     mask: jax.Array,
     *,
     interpret: bool = False,
-) -> jax.Array:
-    """`attend` for steps whose nodes all see the same committed slots, the first ones of their row.
+) -> tuple[jax.Array, Staged]:
+    """What `rotate`, `stage`, `gather_layer` and `models.attention.attend` give together, to rounding.
 
-    That is what `attention_mask` and the guided step ask for. Steps of many tokens take `attend` itself.
+    For steps whose nodes all see the same committed slots, the first ones of their row: what
+    `attention_mask` and the guided step ask for.
 
-    Args, Returns: as for `models.attention.attend`. D is a power of two, at least 16.
+    Args:
+      query, key, value: of B rows with N new tokens and G key-value heads; `takes` says how many.
+      norms: of each head of queries and keys, before the rotation; None for none.
+      cos, sin: f32[B, N, 1, D/2].
+      cache: KVCache or PagedKVCache of floats, S slots a row.
+      layer: i32[], the one to read.
+      mask: bool[B, N, S+N].
+
+    Returns:
+      mixed [B, N, H * D] in query's dtype, and the layer's Staged in the cache's.
     """
-    B, N, H, D = query.shape
-    S, G = keys.shape[1], keys.shape[2]
-    num_queries = H // G * N
-    if num_queries > _MOST_QUERIES:
-        return attend(query, keys, values, staged_keys, staged_values, mask)
-    lengths = mask[:, 0, :S].sum(axis=-1, dtype=jnp.int32)
-    grouped = query.reshape(B, N, G, H // G, D).transpose(0, 2, 3, 1, 4)
-    size = max(16, 1 << (num_queries - 1).bit_length())
-    padded = jnp.pad(grouped.reshape(B, G, num_queries, D), ((0, 0), (0, 0), (0, size - num_queries), (0, 0)))
-    keys, values = keys.astype(query.dtype), values.astype(query.dtype)
-    parts = _committed(padded, keys, values, lengths, interpret)
-    mixed, top, total = (part[:, :, :, :num_queries] for part in parts)  # [B, G, P, Q, D or nothing]
-
-    seen = mask[:, None, None, :, S:]
-    finite = jnp.isfinite(staged_values)
-    poison = jnp.where(finite.all(axis=-1), 0.0, jnp.nan).astype(jnp.float32)  # [B, N, G]
-    staged_values = jnp.where(finite, staged_values, jnp.zeros((), staged_values.dtype)).astype(query.dtype)
-    contract = functools.partial(
-        jnp.einsum, precision=precision_of(query.dtype), preferred_element_type=jnp.float32
-    )
-    scores = contract("bgqnd,bmgd->bgqnm", grouped, staged_keys.astype(query.dtype))
-    scores = scores + poison.transpose(0, 2, 1)[:, :, None, None, :]
-    scores = jnp.where(seen, scores * D**-0.5, -jnp.inf).reshape(B, G, num_queries, N)
-
-    highest = jnp.maximum(top.max(axis=2), scores.max(axis=-1))
-    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-    weights, own = jnp.exp(top - highest[:, :, None]), jnp.exp(scores - highest[..., None])
-    total = (weights * total).sum(axis=2) + own.sum(axis=-1)
-    result = (weights[..., None] * mixed).sum(axis=2)
-    result = result + contract("bgqm,bmgd->bgqd", own.astype(query.dtype), staged_values)
-    result = result / jnp.where(total == 0, 1.0, total)[..., None]
-    result = result.reshape(B, G, H // G, N, D).transpose(0, 3, 1, 2, 4)
-    return result.astype(query.dtype).reshape(B, N, H * D)
-
-
-def _committed(query, keys, values, lengths, interpret: bool):
-    """Of P parts of the slots: sum of exp(score - max) value f32[B, G, P, Q, D], max, sum f32[B, G, P, Q]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    B, G, Q, D = query.shape
-    num_blocks = -(-keys.shape[1] // _SLOTS)
+    B, N, G, _, D = query.array.shape
+    S, num_queries = cache.num_slots, N * query.count
+    size, num_nodes = _power_of_two(num_queries), _power_of_two(N)
+    num_blocks = -(-S // _SLOTS)
     num_parts = min(num_blocks, max(1, _PROGRAMS // (B * G)))
-    blocks = -(-num_blocks // num_parts)  # of a part
+    dtype, storage = query.array.dtype, cache.keys.dtype
+
+    inputs, specs = [], []
+
+    def give(array, block, index):
+        inputs.append(array)
+        specs.append(pl.BlockSpec(block, index))
+
+    for heads in (query, key, value):
+        rows = heads.array.shape[3]
+        give(heads.array, (None, N, None, rows, D), lambda b, g, p: (b, 0, g, 0, 0))
+        if heads.bias is not None:
+            give(heads.bias, (None, rows, D), lambda b, g, p: (g, 0, 0))
+    if norms is not None:
+        give(norms.query, (D,), lambda b, g, p: (0,))
+        give(norms.key, (D,), lambda b, g, p: (0,))
+    for angles in (cos, sin):
+        give(angles[:, :, 0], (None, N, D // 2), lambda b, g, p: (b, 0, 0))
+    give(mask[:, :, S:].astype(jnp.int32), (None, N, N), lambda b, g, p: (b, 0, 0))
+    give(mask[:, 0, :S].sum(axis=-1, dtype=jnp.int32), (None,), lambda b, g, p: (b,))
+    give(layer.reshape(1), (1,), lambda b, g, p: (0,))
+    if isinstance(cache, PagedKVCache):
+        pages = cache.page_table.shape[1]
+        give(cache.page_table, (None, pages), lambda b, g, p: (b, 0))
+    for array in (cache.keys, cache.values):
+        flat = array.reshape(array.shape[0], -1, G, D)  # the slots of all rows or pages on one axis
+        give(flat, (*flat.shape[:2], None, D), lambda b, g, p: (0, 0, g, 0))
+
     of_part = lambda *block: pl.BlockSpec(
         (None, None, None, *block), lambda b, g, p: (b, g, p, *(0 for _ in block))
     )
-    of_row = pl.BlockSpec((None, keys.shape[1], None, D), lambda b, g, p: (b, 0, g, 0))
-    shape = lambda *block: jax.ShapeDtypeStruct((B, G, num_parts, *block), jnp.float32)
-    return pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, scale=1 / math.sqrt(D)),
+    part = lambda *block: jax.ShapeDtypeStruct((B, G, num_parts, *block), jnp.float32)
+    staged = (
+        jax.ShapeDtypeStruct((B, N, G, D), storage),
+        pl.BlockSpec((None, N, None, D), lambda b, g, p: (b, 0, g, 0)),
+    )
+    kernel = functools.partial(
+        _attend_kernel,
+        heads=[(h.first, h.count, h.bias is not None) for h in (query, key, value)],
+        eps=None if norms is None else norms.eps,
+        page_size=cache.keys.shape[2] if isinstance(cache, PagedKVCache) else None,
+        num_slots=S,
+        blocks=-(-num_blocks // num_parts),
+        size=size,
+        num_nodes=num_nodes,
+    )
+    call = functools.partial(pl.pallas_call, interpret=interpret)
+    keys, values, mixed, top, total = call(
+        kernel,
         grid=(B, G, num_parts),
-        in_specs=[
-            pl.BlockSpec((None, None, Q, D), lambda b, g, p: (b, g, 0, 0)),
-            of_row,
-            of_row,
-            pl.BlockSpec((None,), lambda b, g, p: (b,)),
-        ],
-        out_specs=[of_part(Q, D), of_part(Q), of_part(Q)],
-        out_shape=[shape(Q, D), shape(Q), shape(Q)],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
-        name="attend_committed",
-    )(query, keys, values, lengths)
+        in_specs=specs,
+        out_specs=[staged[1], staged[1], of_part(size, D), of_part(size), of_part(size)],
+        out_shape=[staged[0], staged[0], part(size, D), part(size), part(size)],
+        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        name="attend_new",
+    )(*inputs)
+
+    count = query.count
+    of_query = lambda *block: pl.BlockSpec(
+        (None, None, num_parts, None, *block), lambda b, g, i: (b, g, 0, i, *(0 for _ in block))
+    )
+    joined = call(
+        functools.partial(_join_kernel, num_parts=num_parts),
+        grid=(B, G, num_queries),
+        in_specs=[of_query(D), of_query(), of_query()],
+        out_specs=pl.BlockSpec((None, None, None, None, D), lambda b, g, i: (b, i // count, g, i % count, 0)),
+        out_shape=jax.ShapeDtypeStruct((B, N, G, count, D), dtype),
+        compiler_params=plt.CompilerParams(num_warps=1),
+        name="join_parts",
+    )(mixed, top, total)
+    return joined.reshape(B, N, G * count * D), Staged(keys, values)
 
 
-def _kernel(query_ref, keys_ref, values_ref, length_ref, mixed_ref, top_ref, total_ref, *, blocks, scale):
+def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_nodes):
+    """One part of the slots of a row and key-value head; the first part also has the staged tokens."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    length, query = length_ref[...], query_ref[...]
-    first = pl.program_id(2) * blocks
-    last = jnp.minimum(first + blocks, pl.cdiv(length, _SLOTS))
+    given, (keys_out, values_out, mixed_ref, top_ref, total_ref) = iter(refs[:-5]), refs[-5:]
+    arrays = [(next(given), next(given) if has_bias else None) for _, _, has_bias in heads]
+    norms = (next(given), next(given)) if eps is not None else (None, None)
+    cos_ref, sin_ref, mask_ref, length_ref, layer_ref = (next(given) for _ in range(5))
+    table_ref = next(given) if page_size is not None else None
+    keys_ref, values_ref = given
+    num_tokens, _, width = arrays[0][0].shape
+    dtype = arrays[0][0].dtype
+    half = width // 2
+    lower, whole = jnp.arange(half, dtype=jnp.int32)[None, :], jnp.arange(width, dtype=jnp.int32)[None, :]
+    product = functools.partial(jnp.dot, precision=precision_of(dtype), preferred_element_type=jnp.float32)
 
-    product = functools.partial(
-        jnp.dot, precision=precision_of(query.dtype), preferred_element_type=jnp.float32
+    def read(which, node, row, dims):
+        ref, bias_ref = arrays[which]
+        row, known = row + heads[which][0], node < num_tokens
+        x = plt.load(ref.at[node, row, dims], mask=known, other=0)
+        return x if bias_ref is None else x + plt.load(bias_ref.at[row, dims])
+
+    def rotated(which, node, row):
+        """The two halves of heads, normed and rotated."""
+        first, second = (read(which, node, row, dims).astype(jnp.float32) for dims in (lower, lower + half))
+        if eps is not None:
+            squares = (first * first).sum(axis=1) + (second * second).sum(axis=1)
+            scale = jax.lax.rsqrt(squares / width + eps)[:, None]
+            weights = [plt.load(norms[which].at[dims]).astype(jnp.float32) for dims in (lower, lower + half)]
+            first, second = (
+                (x * scale * w).astype(dtype).astype(jnp.float32)
+                for x, w in zip((first, second), weights, strict=True)
+            )
+        known = node < num_tokens
+        cos, sin = (plt.load(ref.at[node, lower], mask=known, other=0) for ref in (cos_ref, sin_ref))
+        return first * cos - second * sin, second * cos + first * sin
+
+    is_first = pl.program_id(2) == 0
+    count = heads[0][1]
+    at = jnp.arange(size, dtype=jnp.int32)[:, None]
+    query = [x.astype(dtype) for x in rotated(0, at // count, at % count)]
+
+    node = jnp.arange(num_nodes, dtype=jnp.int32)[:, None]
+    # Rounded as the cache stores them: attention sees what later steps will read.
+    key = [x.astype(keys_out.dtype) for x in rotated(1, node, 0)]
+    value = read(2, node, 0, whole).astype(values_out.dtype)
+    store = lambda ref, dims, x: plt.store(ref.at[node, dims], x, mask=is_first & (node < num_tokens))
+    store(keys_out, lower, key[0])
+    store(keys_out, lower + half, key[1])
+    store(values_out, whole, value)
+
+    # Staged tokens differ in who sees them: one that is not finite becomes zero and its score NaN, which only
+    # queries that see it take in.
+    wide = value.astype(jnp.float32)
+    finite = wide - wide == 0
+    poison = jnp.where(jnp.where(finite, 0.0, 1.0).max(axis=1) > 0, jnp.nan, 0.0)
+    value = jnp.where(finite, wide, 0.0).astype(dtype)
+    scale = 1 / math.sqrt(width)
+    scores = sum(product(q, k.astype(dtype).T) for q, k in zip(query, key, strict=True))
+    other = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
+    shown = plt.load(
+        mask_ref.at[at // count, other], mask=(at // count < num_tokens) & (other < num_tokens), other=0
     )
+    scores = jnp.where((shown != 0) & is_first, (scores + poison[None, :]) * scale, -jnp.inf)
+    top = scores.max(axis=1)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top)[:, None])
+    mixed, total = product(weights.astype(dtype), value), weights.sum(axis=1)
+
+    length, layer, row_start = length_ref[...], layer_ref[0], pl.program_id(0) * num_slots
+    begin = pl.program_id(2) * blocks
+    end = jnp.minimum(begin + blocks, pl.cdiv(length, _SLOTS))
 
     def add_block(index, state):
         mixed, top, total = state
-        slots = pl.ds(index * _SLOTS, _SLOTS)
-        seen = index * _SLOTS + jnp.arange(_SLOTS, dtype=jnp.int32) < length
+        slot = index * _SLOTS + jnp.arange(_SLOTS, dtype=jnp.int32)
+        seen = slot < length
+        if table_ref is None:
+            place = row_start + slot
+        else:
+            page = plt.load(table_ref.at[slot // page_size], mask=seen, other=0)
+            place, seen_page = page * page_size + slot % page_size, page >= 0
+        held = seen if table_ref is None else seen & seen_page  # pages not there read as zeros
         # What lies behind the length is never read.
-        read = lambda ref: plt.load(ref.at[slots, :], mask=seen[:, None], other=0)
-        scores = product(query, read(keys_ref).T) * scale
-        scores = jnp.where(seen[None, :], scores, -jnp.inf)
+        block = lambda ref, dims: plt.load(
+            ref.at[layer, place[:, None], dims], mask=held[:, None], other=0
+        ).astype(dtype)
+        scores = sum(
+            product(q, block(keys_ref, dims).T) for q, dims in zip(query, (lower, lower + half), strict=True)
+        )
+        scores = jnp.where(seen[None, :], scores * scale, -jnp.inf)
         highest = jnp.maximum(top, scores.max(axis=1))
         weights, before = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
-        new = product(weights.astype(query.dtype), read(values_ref))
+        new = product(weights.astype(dtype), block(values_ref, whole))
         return mixed * before[:, None] + new, highest, total * before + weights.sum(axis=1)
 
-    size, width = query.shape
-    empty = (
-        jnp.zeros((size, width), jnp.float32),
-        jnp.full((size,), -jnp.inf),
-        jnp.zeros((size,), jnp.float32),
+    mixed_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(
+        begin, end, add_block, (mixed, top, total)
     )
-    mixed_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(first, last, add_block, empty)
+
+
+def _join_kernel(mixed_ref, top_ref, total_ref, joined_ref, *, num_parts):
+    """One query of all parts."""
+    from jax.experimental.pallas import triton as plt
+
+    part = jnp.arange(1 << (num_parts - 1).bit_length(), dtype=jnp.int32)
+    known, width = part < num_parts, mixed_ref.shape[1]
+    dims = jnp.arange(width, dtype=jnp.int32)[None, :]
+    top = plt.load(top_ref.at[part], mask=known, other=-jnp.inf)
+    highest = top.max(axis=0)
+    weights = jnp.exp(top - jnp.where(highest == -jnp.inf, 0.0, highest))
+    total = (weights * plt.load(total_ref.at[part], mask=known, other=0)).sum(axis=0)
+    mixed = plt.load(mixed_ref.at[part[:, None], dims], mask=known[:, None], other=0)
+    result = (weights[:, None] * mixed).sum(axis=0) / jnp.where(total == 0, 1.0, total)
+    joined_ref[...] = result.astype(joined_ref.dtype)
+
+
+def _power_of_two(number: int) -> int:
+    """The least that a product on a matrix unit takes: 16, 32, ..."""
+    return max(16, 1 << (number - 1).bit_length())

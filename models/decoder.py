@@ -7,7 +7,6 @@ or sampling.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from flax import nnx
 
 from jaxsample.kvcache import Cache, Staged, gather_layer, read_staged, stage
 from models.attention import attend
+from models.heads import Heads, Norms, read_heads
+from models.kernels import Kernels
 from models.projection import project_by_dot
 from models.rope import inverse_frequencies, rotate, rotation
 
@@ -48,14 +49,14 @@ class DecoderConfig:
 
 
 def decoder_functions(
-    config: DecoderConfig, *, project: Callable = project_by_dot, attend: Callable = attend
+    config: DecoderConfig, *, project: Callable = project_by_dot, kernels: Kernels | None = None
 ) -> tuple[Callable, Callable]:
     """The model as the two pure functions that jaxsample.decode takes.
 
     Args:
       config: the architecture.
       project: the linear map of every projection and of the logits, one of models.projection.
-      attend: the attention, one of models.attention.
+      kernels: those of this device, from `models.kernels.kernels_of`; None computes all with XLA.
 
     Returns:
       forward(weights, tokens i32[B, N], positions i32[B, N], cache, mask bool[B, N, S+N])
@@ -63,7 +64,7 @@ def decoder_functions(
         padding stays finite.
       unembed(weights, hidden float[B, N, W]) -> logits f32[B, N, V]; wider where embedding and head are.
     """
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, attend)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, kernels)))
 
     def forward(
         weights: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
@@ -78,16 +79,16 @@ def decoder_functions(
 
 def weight_shapes(config: DecoderConfig) -> Weights:
     """The tree of weights with a ShapeDtypeStruct (float32) at each leaf."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, project_by_dot, attend))))
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, project_by_dot))))
 
 
 class Decoder(nnx.Module):
     """Embedding, L layers, final norm, and the output projection unless it is tied."""
 
-    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
-        self.config = config
+    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None = None):
+        self.config, self.kernels = config, kernels
         self.embedding = Linear((config.vocab_size,), config.width, project=project)
-        self.layers = nnx.List([Layer(config, project, attend) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, project, kernels) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = Linear((config.vocab_size,), config.width, project=project)
@@ -99,13 +100,14 @@ class Decoder(nnx.Module):
         frequencies = inverse_frequencies(config.head_size, config.rope_theta, config.rope_factors)
         cos, sin = rotation(positions, frequencies)
         known = (tokens >= 0) & (tokens < config.vocab_size)
-        x = self.embedding.weight[...][jnp.where(known, tokens, 0)]
+        x, delta = self.embedding.weight[...][jnp.where(known, tokens, 0)], None
         staged = []
         for index, layer in enumerate(self.layers):
-            committed = gather_layer(cache, index)
-            x, new = _apply(layer, x, cos, sin, committed, mask, storage=cache.keys.dtype)
+            x, delta, new = _apply(layer, x, delta, cos, sin, cache, jnp.int32(index), mask)
             staged.append(new)
-        return self.norm(x), jax.tree.map(lambda *layers: jnp.stack(layers), *staged)
+        return self.norm.after(x, delta, self.kernels)[1], jax.tree.map(
+            lambda *layers: jnp.stack(layers), *staged
+        )
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         config = self.config
@@ -120,33 +122,38 @@ class Decoder(nnx.Module):
         return logits
 
 
-@functools.partial(jax.jit, static_argnames="storage")
-def _apply(layer: "Layer", x, cos, sin, committed, mask, *, storage):
+@jax.jit
+def _apply(layer: "Layer", x, delta, cos, sin, cache, index, mask):
     # A jit of its own makes all layers share one trace; XLA inlines the call.
-    return layer(x, cos, sin, committed, mask, storage)
+    return layer(x, delta, cos, sin, cache, index, mask)
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), the last sum left to the norm that comes next.
 
-    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
+    Takes and returns x and what is still to be added to it (None: nothing).
+    """
+
+    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
+        self.kernels = kernels
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, project, attend)
+        self.attention = Attention(config, project, kernels)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config, project)
 
-    def __call__(self, x, cos, sin, committed, mask, storage):
-        mixed, staged = self.attention(self.attention_norm(x), cos, sin, committed, mask, storage)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), staged
+    def __call__(self, x, delta, cos, sin, cache, index, mask):
+        x, normed = self.attention_norm.after(x, delta, self.kernels)
+        mixed, staged = self.attention(normed, cos, sin, cache, index, mask)
+        x, normed = self.mlp_norm.after(x, mixed, self.kernels)
+        return x, self.mlp(normed), staged
 
 
 class Attention(nnx.Module):
     """Projections and rotation around `attend`; returns its new keys and values as the cache stores them."""
 
-    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable):
+    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
         H, G, D = config.num_heads, config.num_kv_heads, config.head_size
-        self.head_size, self.attend = D, attend
+        self.num_queries, self.num_kv_heads, self.head_size, self.kernels = H // G, G, D, kernels
         if config.joined_projections:
             # By key-value head, so that shards of the heads stay whole: its H/G queries, its key, its value.
             self.query_key_value = Linear(
@@ -161,23 +168,35 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
 
-    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """query [B, N, H, D], key and value [B, N, G, D] of x [B, N, W]."""
-        B, N, _ = x.shape
-        shape = (B, N, -1, self.head_size)
-        if not self.joined:
-            return self.query(x).reshape(shape), self.key(x).reshape(shape), self.value(x).reshape(shape)
-        joined = self.query_key_value(x)  # [B, N, G, H/G + 2, D]
-        return joined[..., :-2, :].reshape(shape), joined[..., -2, :], joined[..., -1, :]
+    def projections(self, x: jax.Array) -> tuple[Heads, Heads, Heads]:
+        """Queries, keys and values of x [B, N, W]."""
+        R, G, D = self.num_queries, self.num_kv_heads, self.head_size
+        if self.joined:
+            array, bias = self.query_key_value.product(x), self.query_key_value.bias_value()
+            return Heads(array, bias, 0, R), Heads(array, bias, R, 1), Heads(array, bias, R + 1, 1)
 
-    def __call__(self, x, cos, sin, committed, mask, storage):
+        def heads(linear: Linear, count: int) -> Heads:
+            bias = linear.bias_value()
+            array = linear.product(x).reshape(*x.shape[:2], G, count, D)
+            return Heads(array, None if bias is None else bias.reshape(G, count, D), 0, count)
+
+        return heads(self.query, R), heads(self.key, 1), heads(self.value, 1)
+
+    def __call__(self, x, cos, sin, cache, index, mask):
         query, key, value = self.projections(x)
+        if self.kernels is not None and self.kernels.takes(cache, query):
+            norms = None
+            if self.query_norm is not None and self.key_norm is not None:
+                norms = Norms(self.query_norm.weight[...], self.key_norm.weight[...], self.query_norm.eps)
+            mixed, staged = self.kernels.attend(query, key, value, norms, cos, sin, cache, index, mask)
+            return self.output(mixed), staged
+        query, key, value = read_heads(query), read_heads(key), read_heads(value)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         # Staged rows are rounded as the cache stores them: attention sees what later steps will read.
-        staged = stage(key, value, storage)
-        return self.output(self.attend(query, *committed, *read_staged(staged), mask)), staged
+        staged = stage(key, value, cache.keys.dtype)
+        return self.output(attend(query, *gather_layer(cache, index), *read_staged(staged), mask)), staged
 
 
 class MLP(nnx.Module):
@@ -215,6 +234,16 @@ class RMSNorm(nnx.Module):
         weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         return (wide * scale * weight).astype(x.dtype)
 
+    def after(
+        self, x: jax.Array, delta: jax.Array | None, kernels: Kernels | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x + delta and its norm; a delta of None is zero."""
+        if delta is None:
+            return x, self(x)
+        if kernels is not None:
+            return kernels.add_norm(x, delta, self.weight[...], self.eps)
+        return x + delta, self(x + delta)
+
 
 class Linear(nnx.Module):
     """x weight^T (+ bias); weight is [outputs..., inputs], as checkpoints store it."""
@@ -232,6 +261,13 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(output_shape, jnp.float32)) if bias else None
         self.project = project
 
+    def product(self, x: jax.Array) -> jax.Array:
+        """Without the bias."""
+        return self.project(x, self.weight[...], x.dtype)
+
+    def bias_value(self) -> jax.Array | None:
+        return None if self.bias is None else self.bias[...]
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.project(x, self.weight[...], x.dtype)
+        y = self.product(x)
         return y if self.bias is None else y + self.bias[...][None, None]

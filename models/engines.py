@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxsample import Features, Limits, PagedKVCache, init_paged_cache
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.engine import Engine
-from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
 from models.generation import LIST_CAPACITIES
+from models.kernels import kernels_of
 from models.placement import DATA, TENSOR, head_sharding, place_model, whole_sharding
 from models.speculation import Speculation, prepare
 
@@ -92,7 +92,7 @@ def build_engine(
             given["new_drafts"] = lambda _: _new_cache(
                 *draft, mesh, pages, page_size, jnp.full(table, -1, jnp.int32)
             )
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size, mesh))
+    forward, unembed = decoder_functions(config, kernels=kernels_of(mesh))
     return Engine(
         forward,
         unembed,

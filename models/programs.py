@@ -29,8 +29,8 @@ from jaxsample import (
     neutral_params,
     score,
 )
-from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.kernels import kernels_of
 from models.placement import DATA, TENSOR, cache_sharding, row_sharding
 from models.speculation import Drafting, Speculation, prepare
 
@@ -84,7 +84,7 @@ def compile_programs(
       Programs.
     """
     started = time.perf_counter()
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size, mesh))
+    forward, unembed = decoder_functions(config, kernels=kernels_of(mesh))
     prompt_width = min(power_of_two(longest_prompt), limits.max_length)
     largest = _LARGEST_CHUNK
     if num_scored >= 0:

@@ -27,8 +27,8 @@ from jaxsample import (
     verify_tree_distinct,
     verify_tree_points,
 )
-from models.attention_kernel import attention_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.kernels import kernels_of
 from models.placement import cache_sharding, place_model
 
 VERIFIERS = ("match", "rejection", "block", "tree")
@@ -110,7 +110,7 @@ def prepare(
         "block": verify_block,
         "tree": verify_tree_distinct,
     }[asked.verify]
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size, mesh))
+    forward, unembed = decoder_functions(config, kernels=kernels_of(mesh))
     pick = draw_proposals(purpose)
     proposer = model_proposer(forward, unembed, tree, limits=limits, features=features, pick=pick, **sampled)
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import jaxsample
-from models.attention_reduction import attend_by_reduction
 from models.decoder import DecoderConfig, decoder_functions
 from models.load_safetensors import decoder_config, load_tensors, read_json
 from models.lookup import init_lookup_cache, lookup_functions, table
@@ -195,7 +194,7 @@ def test_logits_are_scaled_and_then_soft_capped():
 
 
 @pytest.mark.parametrize(("dtype", "num_rows"), [(jnp.float32, 1), (jnp.float32, 3), (jnp.bfloat16, 3)])
-def test_attention_and_projections_by_reduction_are_those_by_products_to_rounding(dtype, num_rows):
+def test_projections_by_reduction_are_those_by_products_to_rounding(dtype, num_rows):
     config = dataclasses.replace(SMALL, qkv_bias=True)
     weights = random_weights(config, 7, dtype)
     rng = np.random.default_rng(0)
@@ -211,7 +210,7 @@ def test_attention_and_projections_by_reduction_are_those_by_products_to_roundin
     mask = jaxsample.attention_mask(lengths, jaxsample.ROOT, 8)
     hidden = [
         decoder_functions(config, **ways)[0](weights, tokens, lengths[:, None], cache, mask)[0]
-        for ways in ({}, {"project": project_by_reduction, "attend": attend_by_reduction})
+        for ways in ({}, {"project": project_by_reduction})
     ]
     one, other = (np.asarray(x, np.float32) for x in hidden)
     scale = 1.0 if dtype == jnp.float32 else 2.0**15
