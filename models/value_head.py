@@ -11,6 +11,7 @@ Source: Zhang et al., "Length Value Model", arXiv 2604.27039.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,12 @@ from models.decoder import DecoderConfig, Linear, Weights, decoder_functions, we
 from models.random_weights import fill_randomly, random_weights
 
 
-def value_functions(config: DecoderConfig, **parts: Callable) -> tuple[Callable, Callable]:
+def value_functions(config: DecoderConfig, **parts: Any) -> tuple[Callable, Callable]:
     """The value model as two pure functions.
 
     Args:
       config: the trunk's architecture; whether its embeddings are tied does not matter, no LM head is used.
-      parts: project and attend, as for `decoder_functions`.
+      parts: project and kernels, as for `decoder_functions`.
 
     Returns:
       forward(weights, tokens, positions, cache, mask) -> (hidden, Staged), as the decoder's.
