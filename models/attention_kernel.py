@@ -21,9 +21,7 @@ from models.heads import Heads, Norms
 
 _MOST_QUERIES = 64  # a key-value head's, of all new tokens: a program holds them all
 _SLOTS = 64  # of a block
-_PROGRAMS = 264  # two for each multiprocessor of an H200: a row's slots are split until there are as many
-_WARPS = 4
-_STAGES = 3  # blocks on their way while one is worked on
+_PROGRAMS = 132  # the multiprocessors of an H200: a row's slots are split until there are as many
 
 
 def takes(cache: Cache, query: Heads) -> bool:
@@ -123,7 +121,7 @@ def attend_new(
         in_specs=specs,
         out_specs=[staged[1], staged[1], of_part(size, D), of_part(size), of_part(size)],
         out_shape=[staged[0], staged[0], part(size, D), part(size), part(size)],
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=8 if num_parts > 1 else 4, num_stages=3),
         name="attend_new",
     )(*inputs)
 
@@ -155,93 +153,100 @@ def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_no
     table_ref = next(given) if page_size is not None else None
     keys_ref, values_ref = given
     num_tokens, _, width = arrays[0][0].shape
-    dtype = arrays[0][0].dtype
-    half = width // 2
-    lower, whole = jnp.arange(half, dtype=jnp.int32)[None, :], jnp.arange(width, dtype=jnp.int32)[None, :]
-    product = functools.partial(jnp.dot, precision=precision_of(dtype), preferred_element_type=jnp.float32)
+    dtype, half = arrays[0][0].dtype, width // 2
+    dims = jnp.arange(width, dtype=jnp.int32)[None, :]
+    partner = jnp.where(dims < half, dims + half, dims - half)  # what a rotation mixes a number with
 
+    # Every load of the new tokens comes first, so that they are on their way together.
     def read(which, node, row, dims):
         ref, bias_ref = arrays[which]
-        row, known = row + heads[which][0], node < num_tokens
-        x = plt.load(ref.at[node, row, dims], mask=known, other=0)
-        return x if bias_ref is None else x + plt.load(bias_ref.at[row, dims])
+        row = row + heads[which][0]
+        x = plt.load(ref.at[node, row, dims], mask=node < num_tokens, other=0)
+        return x, None if bias_ref is None else plt.load(bias_ref.at[row, dims])
 
-    def rotated(which, node, row):
-        """The two halves of heads, normed and rotated."""
-        first, second = (read(which, node, row, dims).astype(jnp.float32) for dims in (lower, lower + half))
-        if eps is not None:
-            squares = (first * first).sum(axis=1) + (second * second).sum(axis=1)
-            scale = jax.lax.rsqrt(squares / width + eps)[:, None]
-            weights = [plt.load(norms[which].at[dims]).astype(jnp.float32) for dims in (lower, lower + half)]
-            first, second = (
-                (x * scale * w).astype(dtype).astype(jnp.float32)
-                for x, w in zip((first, second), weights, strict=True)
-            )
+    def read_rotated(which, node, row):
         known = node < num_tokens
-        cos, sin = (plt.load(ref.at[node, lower], mask=known, other=0) for ref in (cos_ref, sin_ref))
-        return first * cos - second * sin, second * cos + first * sin
+        angles = [
+            plt.load(ref.at[node, jnp.where(dims < half, dims, partner)], mask=known, other=0)
+            for ref in (cos_ref, sin_ref)
+        ]
+        weights = [None if eps is None else plt.load(norms[which].at[at]) for at in (dims, partner)]
+        return [read(which, node, row, at) for at in (dims, partner)], weights, angles
 
-    is_first = pl.program_id(2) == 0
-    count = heads[0][1]
+    length, layer = length_ref[...], layer_ref[0]
     at = jnp.arange(size, dtype=jnp.int32)[:, None]
-    query = [x.astype(dtype) for x in rotated(0, at // count, at % count)]
+    node, other = (
+        jnp.arange(num_nodes, dtype=jnp.int32)[:, None],
+        jnp.arange(num_nodes, dtype=jnp.int32)[None, :],
+    )
+    count = heads[0][1]
+    query_parts, key_parts = read_rotated(0, at // count, at % count), read_rotated(1, node, 0)
+    value_parts = read(2, node, 0, dims)
+    shown = plt.load(
+        mask_ref.at[at // count, other], mask=(at // count < num_tokens) & (other < num_tokens), other=0
+    )
 
-    node = jnp.arange(num_nodes, dtype=jnp.int32)[:, None]
+    def biased(x, bias):
+        return x if bias is None else x + bias
+
+    def rotated(parts, weights, angles):
+        x, mate = (biased(*part).astype(jnp.float32) for part in parts)
+        if eps is not None:
+            scale = jax.lax.rsqrt((x * x).sum(axis=1) / width + eps)[:, None]
+            x, mate = (
+                (x * scale * weight.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+                for x, weight in zip((x, mate), weights, strict=True)
+            )
+        cos, sin = angles
+        return x * cos + mate * jnp.where(dims < half, -sin, sin)
+
+    product = functools.partial(jnp.dot, precision=precision_of(dtype), preferred_element_type=jnp.float32)
+    scale, query = 1 / math.sqrt(width), rotated(*query_parts).astype(dtype)
+
+    def add(state, scores, values):
+        mixed, top, total = state
+        highest = jnp.maximum(top, scores.max(axis=1))
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        weights, before = jnp.exp(scores - shift[:, None]), jnp.exp(top - shift)
+        new = product(weights.astype(dtype), values)
+        return mixed * before[:, None] + new, highest, total * before + weights.sum(axis=1)
+
+    row_start = pl.program_id(0) * num_slots
+
+    def add_block(index, state):
+        slot = index * _SLOTS + jnp.arange(_SLOTS, dtype=jnp.int32)
+        seen = held = slot < length  # what lies behind the length is never read
+        place = row_start + slot
+        if table_ref is not None:
+            page = plt.load(table_ref.at[slot // page_size], mask=seen, other=0)
+            place, held = page * page_size + slot % page_size, seen & (page >= 0)  # no page reads as zeros
+        block = lambda ref: plt.load(ref.at[layer, place[:, None], dims], mask=held[:, None], other=0).astype(
+            dtype
+        )
+        scores = jnp.where(seen[None, :], product(query, block(keys_ref).T) * scale, -jnp.inf)
+        return add(state, scores, block(values_ref))
+
+    begin = pl.program_id(2) * blocks
+    end = jnp.minimum(begin + blocks, pl.cdiv(length, _SLOTS))
+    empty = jnp.zeros((size, width)), jnp.full((size,), -jnp.inf), jnp.zeros((size,))
+    state = jax.lax.fori_loop(begin, end, add_block, empty)
+
     # Rounded as the cache stores them: attention sees what later steps will read.
-    key = [x.astype(keys_out.dtype) for x in rotated(1, node, 0)]
-    value = read(2, node, 0, whole).astype(values_out.dtype)
-    store = lambda ref, dims, x: plt.store(ref.at[node, dims], x, mask=is_first & (node < num_tokens))
-    store(keys_out, lower, key[0])
-    store(keys_out, lower + half, key[1])
-    store(values_out, whole, value)
+    is_first = pl.program_id(2) == 0
+    key = rotated(*key_parts).astype(dtype).astype(keys_out.dtype)
+    value = biased(*value_parts).astype(values_out.dtype)
+    for ref, x in ((keys_out, key), (values_out, value)):
+        plt.store(ref.at[node, dims], x, mask=is_first & (node < num_tokens) & (dims >= 0))
 
     # Staged tokens differ in who sees them: one that is not finite becomes zero and its score NaN, which only
     # queries that see it take in.
     wide = value.astype(jnp.float32)
     finite = wide - wide == 0
     poison = jnp.where(jnp.where(finite, 0.0, 1.0).max(axis=1) > 0, jnp.nan, 0.0)
-    value = jnp.where(finite, wide, 0.0).astype(dtype)
-    scale = 1 / math.sqrt(width)
-    scores = sum(product(q, k.astype(dtype).T) for q, k in zip(query, key, strict=True))
-    other = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
-    shown = plt.load(
-        mask_ref.at[at // count, other], mask=(at // count < num_tokens) & (other < num_tokens), other=0
-    )
-    scores = jnp.where((shown != 0) & is_first, (scores + poison[None, :]) * scale, -jnp.inf)
-    top = scores.max(axis=1)
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top)[:, None])
-    mixed, total = product(weights.astype(dtype), value), weights.sum(axis=1)
-
-    length, layer, row_start = length_ref[...], layer_ref[0], pl.program_id(0) * num_slots
-    begin = pl.program_id(2) * blocks
-    end = jnp.minimum(begin + blocks, pl.cdiv(length, _SLOTS))
-
-    def add_block(index, state):
-        mixed, top, total = state
-        slot = index * _SLOTS + jnp.arange(_SLOTS, dtype=jnp.int32)
-        seen = slot < length
-        if table_ref is None:
-            place = row_start + slot
-        else:
-            page = plt.load(table_ref.at[slot // page_size], mask=seen, other=0)
-            place, seen_page = page * page_size + slot % page_size, page >= 0
-        held = seen if table_ref is None else seen & seen_page  # pages not there read as zeros
-        # What lies behind the length is never read.
-        block = lambda ref, dims: plt.load(
-            ref.at[layer, place[:, None], dims], mask=held[:, None], other=0
-        ).astype(dtype)
-        scores = sum(
-            product(q, block(keys_ref, dims).T) for q, dims in zip(query, (lower, lower + half), strict=True)
-        )
-        scores = jnp.where(seen[None, :], scores * scale, -jnp.inf)
-        highest = jnp.maximum(top, scores.max(axis=1))
-        weights, before = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
-        new = product(weights.astype(dtype), block(values_ref, whole))
-        return mixed * before[:, None] + new, highest, total * before + weights.sum(axis=1)
-
-    mixed_ref[...], top_ref[...], total_ref[...] = jax.lax.fori_loop(
-        begin, end, add_block, (mixed, top, total)
-    )
+    scores = (product(query, key.astype(dtype).T) + poison[None, :]) * scale
+    scores = jnp.where((shown != 0) & is_first, scores, -jnp.inf)
+    state = add(state, scores, jnp.where(finite, wide, 0.0).astype(dtype))
+    mixed_ref[...], top_ref[...], total_ref[...] = state
 
 
 def _join_kernel(mixed_ref, top_ref, total_ref, joined_ref, *, num_parts):

@@ -49,9 +49,9 @@ def _kernel(x_ref, delta_ref, weight_ref, total_ref, normed_ref, *, eps, size):
     at = jnp.arange(size, dtype=jnp.int32)
     known = at < width
     read = lambda ref: plt.load(ref.at[at], mask=known, other=0)
-    total = read(x_ref) + read(delta_ref)
+    weight, total = read(weight_ref), read(x_ref) + read(delta_ref)
     plt.store(total_ref.at[at], total, mask=known)
     wide = total.astype(jnp.float32)
     scale = jax.lax.rsqrt((wide * wide).sum(axis=0) / width + eps)
-    normed = wide * scale * read(weight_ref).astype(jnp.float32)
+    normed = wide * scale * weight.astype(jnp.float32)
     plt.store(normed_ref.at[at], normed.astype(normed_ref.dtype), mask=known)
