@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ class Timing:
     """Times of one case, in microseconds; spread is the distance between the quartiles.
 
     Fields:
-      time_us, spread_us: the device's time on a GPU, the host's elsewhere.
-      span_us: from the start of a call's first kernel to the end of its last; time_us on the host clock.
+      time_us, spread_us: the device's time on a GPU, the host's elsewhere; of several devices the one that
+        was busy longest in a call, waiting for others within a collective included.
+      least_us: of several devices the one that was busy least, which others waited for; else time_us.
+      span_us: from the start of a call's first kernel to the end of its last on one device, the longest of
+        several devices; time_us on the host clock.
       host_us, host_spread_us: from the call to the result being ready, on the host clock.
       return_us: from the call to its return, before the result is ready.
       clock: "device" or "host", which of them time_us is.
@@ -41,6 +44,7 @@ class Timing:
 
     time_us: float
     spread_us: float
+    least_us: float
     span_us: float
     host_us: float
     host_spread_us: float
@@ -65,14 +69,40 @@ def time_calls(call: Callable[[int], Any], num_calls: int = 20, num_warmup: int 
     host_us, host_spread_us = median_and_spread(ready)
     return_us, _ = median_and_spread(returned)
     if jax.default_backend() != "gpu":
-        return Timing(host_us, host_spread_us, host_us, host_us, host_spread_us, return_us, "host")
-    busy, spans = _device_times(call, num_calls)
-    time_us, spread_us = median_and_spread(busy)
-    span_us, _ = median_and_spread(spans)
-    return Timing(time_us, spread_us, span_us, host_us, host_spread_us, return_us, "device")
+        return Timing(host_us, host_spread_us, host_us, host_us, host_us, host_spread_us, return_us, "host")
+    busy, spans = call_times(_device_events(call, num_calls), num_calls)
+    time_us, spread_us = median_and_spread(busy.max(axis=0))
+    least_us, _ = median_and_spread(busy.min(axis=0))
+    span_us, _ = median_and_spread(spans.max(axis=0))
+    return Timing(time_us, spread_us, least_us, span_us, host_us, host_spread_us, return_us, "device")
 
 
-def median_and_spread(values: list[float]) -> tuple[float, float]:
+def call_times(devices: list[list[tuple[float, float]]], num_calls: int) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of each call on each device: the sum over its kernels, and from its first to its last.
+
+    Args:
+      devices: (start, duration) of every kernel and copy of a device, nanoseconds, in order.
+      num_calls: equal calls that they belong to, one after another.
+
+    Returns:
+      f64[devices, num_calls] twice.
+
+    Raises:
+      RuntimeError: events that the calls do not divide.
+    """
+    busy, spans = [], []
+    for events in devices:
+        if not events or len(events) % num_calls:
+            raise RuntimeError(f"the profiler saw {len(events)} device events in {num_calls} equal calls")
+        size = len(events) // num_calls
+        calls = [events[i : i + size] for i in range(0, len(events), size)]
+        busy.append([sum(duration for _, duration in kernels) / 1e3 for kernels in calls])
+        ends = [max(start + duration for start, duration in kernels) for kernels in calls]
+        spans.append([(end - kernels[0][0]) / 1e3 for end, kernels in zip(ends, calls, strict=True)])
+    return np.array(busy), np.array(spans)
+
+
+def median_and_spread(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """The median, and the distance between the quartiles."""
     low, middle, high = np.quantile(np.asarray(values), [0.25, 0.5, 0.75])
     return float(middle), float(high - low)
@@ -151,31 +181,25 @@ def keep(name: str, rows: list[dict], options) -> dict:
     return record
 
 
-def _device_times(call, num_calls):
-    """Microseconds of device work of each call: the sum over its kernels, and from its first to its last."""
+def _device_events(call, num_calls) -> list[list[tuple[float, float]]]:
+    """(start, duration) of what each device that took part did in the calls, nanoseconds, in order."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for i in range(num_calls):
                 jax.block_until_ready(call(i))
         files = sorted(Path(folder).glob("**/*.xplane.pb"))
         data = jax.profiler.ProfileData.from_file(str(files[-1]))
-        events = sorted(
-            (event.start_ns, event.duration_ns)
+        devices = [
+            sorted(
+                (event.start_ns, event.duration_ns)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            )
             for plane in data.planes
             if "GPU" in plane.name
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        )
-    if not events or len(events) % num_calls:
-        raise RuntimeError(f"the profiler saw {len(events)} device events in {num_calls} equal calls")
-    size = len(events) // num_calls
-    calls = [events[i : i + size] for i in range(0, len(events), size)]
-    busy = [sum(duration for _, duration in kernels) / 1e3 for kernels in calls]
-    spans = [
-        (max(start + duration for start, duration in kernels) - kernels[0][0]) / 1e3 for kernels in calls
-    ]
-    return busy, spans
+        ]
+    return [events for events in devices if events] or [[]]
 
 
 def _device_text():

@@ -16,6 +16,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Columns of a table and their heads, in this order; a record without a field has no such column.
 _TIMES = {
     "time_us": "time us",
+    "least_us": "least waiting us",
     "floor_us": "floor us",
     "ratio": "time / floor",
     "allowed_us": "allowed us",
@@ -25,10 +26,19 @@ _TIMES = {
     "busy_us": "kernels us",
     "period_us": "period us",
     "gap_us": "gap us",
+    "head_us": "head us",
+    "sampling_us": "sampling us",
+    "gather_ratio": "all-gather's sampling / this",
+    "wire_us": "wire at best us",
     "over_plain": "over plain",
     "over_percent": "over plain %",
 }
-_BYTES = {"peak_bytes": "temporaries MB", "logits_bytes": "logits MB", "moved_bytes": "moved MB"}
+_BYTES = {
+    "peak_bytes": "temporaries MB",
+    "logits_bytes": "logits MB",
+    "moved_bytes": "moved MB",
+    "received_bytes": "received MB",
+}
 _NAMED = {"stages_us": ("{}, us", 1.0), "wire_bytes": ("{}, MB", 1e6), "baselines": ("{}, us", 1.0)}
 
 

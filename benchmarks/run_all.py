@@ -24,6 +24,7 @@ GPU = {
     "mesh_step": (),
     "guided": (),
 }
+SEVERAL_GPUS = {**GPU, "sharded": ()}
 CPU = {
     "sample": ("--batch", "1", "8", "--vocab", "32000", "--kinds", "lm"),
     "step": (),
@@ -35,9 +36,10 @@ CPU = {
 
 def main() -> int:
     # Asked in another process: this one would keep memory of the device for itself.
-    asked = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-    backend = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-    suite = GPU if backend == "gpu" else CPU
+    asked = [sys.executable, "-c", "import jax; print(jax.default_backend(), jax.device_count())"]
+    found = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    backend, num_devices = found.split()[-2:]
+    suite = CPU if backend != "gpu" else GPU if num_devices == "1" else SEVERAL_GPUS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(suite), choices=list(suite), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=600, help="limit of each (default %(default)s)")
