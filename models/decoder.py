@@ -215,8 +215,6 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.joined:
             both = self.gate_up(x)  # [B, N, 2, F]
-            if self.down.splits(x, self.kernels):
-                return self.down.delta(both, self.kernels, gated=True)
             gate, up = both[:, :, 0], both[:, :, 1]
         else:
             gate, up = self.gate(x), self.up(x)
@@ -267,17 +265,11 @@ class Linear(nnx.Module):
         """Without the bias."""
         return self.project(x, self.weight[...], x.dtype)
 
-    def splits(self, x: jax.Array, kernels: Kernels | None) -> bool:
-        """Whether a kernel makes the map of x [B, N, ...] in parts."""
-        if kernels is None or self.bias is not None or self.weight[...].ndim != 2:
-            return False
-        return kernels.splits(x.shape[0] * x.shape[1], self.weight[...])
-
-    def delta(self, x: jax.Array, kernels: Kernels | None, **form: bool) -> jax.Array:
+    def delta(self, x: jax.Array, kernels: Kernels | None) -> jax.Array:
         """The map of x for `RMSNorm.after`: [B, N, O], or parts of it, f32[P, B, N, O]."""
-        if kernels is None or not self.splits(x, kernels):
+        if kernels is None or self.bias is not None or not kernels.splits(x, self.weight[...]):
             return self(x)
-        return kernels.project(x, self.weight[...], **form)
+        return kernels.project(x, self.weight[...])
 
     def bias_value(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]

@@ -18,21 +18,18 @@ _OUTPUTS, _INPUTS = 128, 64  # of a block of the weight
 _MULTIPROCESSORS = 132  # of an H200
 
 
-def splits(num_tokens: int, weight: jax.Array) -> bool:
-    """Whether `project_parts` is made for it: few tokens, a matrix [O, I] that divides into blocks."""
-    num_outputs, num_inputs = weight.shape
+def splits(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether `project_parts` is made for it: few tokens, a matrix that divides into blocks."""
+    num_tokens, (num_outputs, num_inputs) = x.shape[0] * x.shape[1], weight.shape
     return num_tokens <= _MOST_TOKENS and num_outputs % _OUTPUTS == 0 and num_inputs % _INPUTS == 0
 
 
-def project_parts(
-    x: jax.Array, weight: jax.Array, *, gated: bool = False, interpret: bool = False
-) -> jax.Array:
+def project_parts(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Parts whose sum is x weight^T, float32.
 
     Args:
-      x: float[B, N, I], or [B, N, 2, I] where it is gated: silu(x[:, :, 0]) * x[:, :, 1] stands for x then.
+      x: float[B, N, I].
       weight: float[O, I], x's dtype.
-      gated: whether it is.
 
     Returns:
       f32[P, B, N, O].
@@ -40,7 +37,7 @@ def project_parts(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    B, N, num_inputs = x.shape[0], x.shape[1], x.shape[-1]
+    B, N, num_inputs = x.shape
     num_outputs, num_tokens = weight.shape[0], B * N
     is_small = num_tokens <= _MOST_TOKENS // 2
     num_tiles, num_blocks = num_outputs // _OUTPUTS, num_inputs // _INPUTS
@@ -48,10 +45,10 @@ def project_parts(
     blocks = -(-num_blocks // num_parts)
     num_parts = -(-num_blocks // blocks)
     parts = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, num_blocks=num_blocks, gated=gated),
+        functools.partial(_kernel, blocks=blocks, num_blocks=num_blocks),
         grid=(num_tiles, num_parts),
         in_specs=[
-            pl.BlockSpec((num_tokens, 1 + gated, num_inputs), lambda o, p: (0, 0, 0)),
+            pl.BlockSpec((num_tokens, num_inputs), lambda o, p: (0, 0)),
             pl.BlockSpec((_OUTPUTS, num_inputs), lambda o, p: (o, 0)),
         ],
         out_specs=pl.BlockSpec((None, num_tokens, _OUTPUTS), lambda o, p: (p, 0, o)),
@@ -59,11 +56,11 @@ def project_parts(
         compiler_params=plt.CompilerParams(num_warps=4 if is_small else 8, num_stages=4),
         interpret=interpret,
         name="project_parts",
-    )(x.reshape(num_tokens, 1 + gated, num_inputs), weight)
+    )(x.reshape(num_tokens, num_inputs), weight)
     return parts.reshape(num_parts, B, N, num_outputs)
 
 
-def _kernel(x_ref, weight_ref, part_ref, *, blocks, num_blocks, gated):
+def _kernel(x_ref, weight_ref, part_ref, *, blocks, num_blocks):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
@@ -75,11 +72,9 @@ def _kernel(x_ref, weight_ref, part_ref, *, blocks, num_blocks, gated):
 
     def add_block(index, total):
         at = index * _INPUTS + jnp.arange(_INPUTS, dtype=jnp.int32)[None, :]
-        read = lambda which: plt.load(x_ref.at[token, which, at], mask=token < num_tokens, other=0)
-        x = read(0)
-        if gated:
-            gate = x.astype(jnp.float32)
-            x = (gate / (1 + jnp.exp(-gate)) * read(1).astype(jnp.float32)).astype(dtype)
+        # Both go to the product as they were loaded: a gate computed here would keep the weight from being
+        # on its way in advance (53 us instead of 34 and 2 of its own).
+        x = plt.load(x_ref.at[token, at], mask=token < num_tokens, other=0)
         weight = plt.load(weight_ref.at[output[:, None], at])
         return total + product(x, weight.T)
 
