@@ -28,7 +28,7 @@ from models.random_weights import fill_randomly
 from models.value_batches import Batch
 from models.value_head import head_shapes, trunk_config, value_functions
 
-PARTS = {"all": ("trunk", "head"), "head": ("head",)}  # what is trained, by name
+ALL, LAYERS, HEAD = PARTS = ("all", "layers", "head")  # what may be trained
 _LARGEST_NORM = 1.0  # of a gradient
 
 
@@ -66,6 +66,25 @@ def first_layers(
     head["summary"]["bias"] = head["summary"]["bias"] + jnp.float32(np.log(value / (1 - value)))
     config = dataclasses.replace(trunk_config(config), num_layers=num_layers)
     return config, {"trunk": jax.tree.map(lambda x: jnp.array(x, jnp.float32), trunk), "head": head}
+
+
+def split_weights(weights: Weights, train: str) -> tuple[Weights, Weights]:
+    """(trained, frozen): all of a value model's weights, all but the embedding ("layers"), or the head alone.
+
+    Args:
+      weights: {"trunk", "head"}.
+      train: one of PARTS.
+    """
+    trunk = weights["trunk"]
+    is_trained = {ALL: lambda name: True, LAYERS: lambda name: name != "embedding", HEAD: lambda name: False}
+    trained = {name: part for name, part in trunk.items() if is_trained[train](name)}
+    frozen = {name: part for name, part in trunk.items() if name not in trained}
+    return {"trunk": trained, "head": weights["head"]}, {"trunk": frozen}
+
+
+def join_weights(trained: Weights, frozen: Weights) -> Weights:
+    """{"trunk", "head"} of what `split_weights` returned."""
+    return {"trunk": {**frozen["trunk"], **trained["trunk"]}, "head": trained["head"]}
 
 
 def value_logits(config: DecoderConfig, dtype: Any = jnp.float32) -> Callable[..., jax.Array]:
@@ -223,14 +242,19 @@ def make_train_step(
       dtype: that the trunk is computed in; weights and gradients stay in float32.
 
     Returns:
-      step(state, frozen weights, batch) -> (state, metrics): the state is donated; frozen holds the parts
-      that the state does not, {} where all is trained. Metrics are f32[]: "loss"; "value_error", mean
-      |v - target|; "gradient_norm", before clipping; "tokens", trained on.
+      step(state, frozen, batch) -> (state, metrics): the state is donated; it and frozen hold the two parts
+      of `split_weights`. Metrics are f32[]: "loss"; "value_error", mean |v - target|; "gradient_norm", before
+      clipping; "tokens", trained on.
+
+    Raises:
+      ValueError: lam outside [0, 1].
     """
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam is {lam}, allowed is [0, 1]")
     logits = value_logits(config, dtype)
 
     def objective(trained: Weights, frozen: Weights, batch: Batch):
-        z = logits({**frozen, **trained}, batch.tokens)
+        z = logits(join_weights(trained, frozen), batch.tokens)
         nearness = jax.nn.sigmoid(-z)
         target = jax.lax.stop_gradient(lambda_returns(nearness, batch, gamma, lam))
         mask = target_mask(batch)

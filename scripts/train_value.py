@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxsample import RUNNING, finish_reason
 from models.checkpoints import write_json
 from models.command_line import Parser, add_model_flags, keep_compiled_programs, load_model
+from models.decoder import DecoderConfig, Weights
 from models.fetch import fetch_smollm2
 from models.generation import Request, generate
 from models.json_fields import check_fields, prepare, read_object
@@ -48,16 +49,20 @@ from models.value_batches import (
 from models.value_fit import claim, fit, read_log
 from models.value_report import draw_plots, predict, report
 from models.value_training import (
+    ALL,
     LOSSES,
     PARTS,
     TrainState,
     first_layers,
+    join_weights,
     make_optimizer,
     make_train_step,
+    split_weights,
     value_logits,
 )
 
 _LONGEST_WINDOW = 3000  # tokens; what LenVM was trained with
+_EPOCHS, _WARMUP = 2, 50  # and these, the latter in steps
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -146,13 +151,12 @@ def run_train(options: argparse.Namespace) -> None:
         raise ValueError(
             f"no rollout can be trained on: all prompts exceed {window} tokens, or all are cut off"
         )
-    steps = options.steps or 2 * -(-len(kept) // options.batch_size)
+    steps = options.steps or _EPOCHS * -(-len(kept) // options.batch_size)
     say(describe(kept, held_out, rollouts, gamma, steps))
 
     num_layers = options.num_layers or model.config.num_layers
     mean = mean_value(kept, labels)
     config, weights = first_layers(model.config, model.weights, num_layers, options.seed, mean)
-    claim(options.out, settings_of(options, weights["trunk"], labels, steps, num_layers))
     run = fit_value_model(options, config, weights, labels, kept, held_out, steps)
     folder = options.out / "model"
     if folder.exists():  # of a run that had come to its end
@@ -164,24 +168,24 @@ def run_train(options: argparse.Namespace) -> None:
 
 def fit_value_model(
     options: argparse.Namespace,
-    config: Any,
-    weights: Any,
+    config: DecoderConfig,
+    weights: Weights,
     labels: Labels,
     kept: list[Rollout],
     held_out: list[Rollout],
     steps: int,
-) -> Any:
+) -> Weights:
     """Trains to the last step, then writes figures and plots; the weights, {"trunk", "head"}."""
     dtype, loss = jnp.dtype(options.dtype), LOSSES[options.loss]
-    parts = PARTS[options.train]
-    frozen = {name: part for name, part in weights.items() if name not in parts}
-    optimizer = make_optimizer(options.learning_rate, options.warmup, steps, options.weight_decay)
-    trained = {name: weights[name] for name in parts}
+    warmup = min(_WARMUP, steps // 10) if options.warmup is None else options.warmup
+    optimizer = make_optimizer(options.learning_rate, warmup, steps, options.weight_decay)
+    trained, frozen = split_weights(weights, options.train)
     state = TrainState(trained, jax.jit(optimizer.init)(trained))
     train_step = make_train_step(
         config, optimizer, gamma=labels.gamma, lam=options.lam, loss=loss, dtype=dtype
     )
     logits = jax.jit(value_logits(config, dtype))
+    claim(options.out, settings_of(options, config, weights, labels, steps))
     lengths = [len(rollout.tokens) for rollout in kept]
     widths = widths_for([*lengths, *(len(rollout.tokens) for rollout in held_out)], labels.window)
 
@@ -190,7 +194,7 @@ def fit_value_model(
             yield make_batch([kept[index] for index in chosen], labels, width, options.batch_size)
 
     def predictions(state: TrainState):
-        both = {**frozen, **state.trained}
+        both = join_weights(state.trained, frozen)
         return predict(lambda tokens: logits(both, tokens), held_out, labels, widths, options.batch_size)
 
     def judge(state: TrainState) -> dict[str, float]:
@@ -227,11 +231,11 @@ def fit_value_model(
             f"held out: mean |l_predicted - l| / l is {figures['relative_error']:.3f}, mean |v - target| is "
             f"{figures['value_error']:.4f}"
         )
-    return {**frozen, **state.trained}
+    return join_weights(state.trained, frozen)
 
 
 def settings_of(
-    options: argparse.Namespace, trunk: Any, labels: Labels, steps: int, num_layers: int
+    options: argparse.Namespace, config: DecoderConfig, weights: Weights, labels: Labels, steps: int
 ) -> dict[str, Any]:
     """What shapes the result of a run: a run goes on only with the same."""
     names = (
@@ -249,7 +253,7 @@ def settings_of(
     for path in options.rollouts:
         digest.update(path.read_bytes())
     check = 0
-    for leaf in jax.tree.leaves(trunk):
+    for leaf in jax.tree.leaves(weights["trunk"]):
         check = zlib.crc32(np.asarray(leaf).data, check)
     return {
         **{name: getattr(options, name) for name in names},
@@ -259,7 +263,7 @@ def settings_of(
         "truncated": labels.truncated,
         "dtype": options.dtype,
         "steps": steps,
-        "num_layers": num_layers,
+        "num_layers": config.num_layers,
         "rollouts": digest.hexdigest(),
         "initial_trunk": check,
     }
@@ -351,10 +355,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     aims.add_argument("--truncated", choices=TREATMENTS, default=TREATMENTS[0], help="default %(default)s")
     aims.add_argument("--window", type=positive(int), help=f"tokens kept of each, default {_LONGEST_WINDOW}")
     how = train.add_argument_group("optimisation")
-    how.add_argument("--train", choices=tuple(PARTS), default="all", help="default %(default)s")
+    how.add_argument("--train", choices=PARTS, default=ALL, help="layers: all but the embedding; default all")
     how.add_argument("--batch-size", type=positive(int), default=32, help="rollouts, default %(default)s")
     how.add_argument("--learning-rate", type=positive(float), default=1e-4, help="default %(default)s")
-    how.add_argument("--warmup", type=int, default=50, help="steps, default %(default)s")
+    how.add_argument("--warmup", type=int, help=f"steps, default {_WARMUP}, or a tenth of all")
     how.add_argument("--weight-decay", type=float, default=0.0, help="default %(default)s")
     how.add_argument("--steps", type=positive(int), help="default: two epochs")
     how.add_argument("--seed", type=int, default=0, help="of order, split and head, default %(default)s")

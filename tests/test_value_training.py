@@ -30,10 +30,12 @@ from models.value_training import (
     TrainState,
     cross_entropy,
     first_layers,
+    join_weights,
     lambda_returns,
     make_optimizer,
     make_train_step,
     predicted_length,
+    split_weights,
     squared_error,
     target_mask,
     value_logits,
@@ -42,6 +44,7 @@ from tests.test_loaders import same_weights
 from tests.test_models import SMALL, new_cache
 
 GAMMA, STATES, EOS = 0.9, 8, 8
+NOTHING = {"trunk": {}}  # is frozen
 WINDOW, ROWS, STEPS = 32, 32, 125
 
 
@@ -181,6 +184,31 @@ def test_rollouts_go_through_a_file_and_what_is_none_is_named(tmp_path):
             split_by_prompt(many, fraction, 0)
 
 
+def test_a_value_model_begins_with_the_first_layers_and_trains_the_part_asked_for():
+    base = random_weights(SMALL, 0)
+    config, weights = first_layers(SMALL, base, 1, seed=1, value=0.8)
+    assert (
+        config.num_layers == 1 and list(weights["trunk"]["layers"]) == [0] and "head" not in weights["trunk"]
+    )
+    assert same_weights(weights["trunk"]["layers"][0], base["layers"][0])
+    hidden = jnp.zeros((1, 1, SMALL.width))
+    assert jax.nn.sigmoid(value_functions(config)[1](weights, hidden))[0, 0] == pytest.approx(0.8)
+    for train, names in (
+        ("all", {"embedding", "layers", "norm"}),
+        ("layers", {"layers", "norm"}),
+        ("head", set()),
+    ):
+        trained, frozen = split_weights(weights, train)
+        assert set(trained["trunk"]) == names and "head" in trained
+        assert same_weights(join_weights(trained, frozen), weights)
+    for number in (0, 3):
+        with pytest.raises(ValueError, match=f"num_layers is {number}, allowed is 1 ... 2"):
+            first_layers(SMALL, base, number, 0)
+    for arguments, named in (((1e-3, 5, 5), "warm-up is 5"), ((0.0, 0, 5), "learning rate")):
+        with pytest.raises(ValueError, match=named):
+            make_optimizer(*arguments)
+
+
 # A chain of eight states: token s goes to token t with TRANSITIONS[s, t], and ends with EOS.
 def _transitions():
     rng = np.random.default_rng(5)
@@ -237,7 +265,7 @@ class Small:
     def train(self, rollouts, labels, steps=STEPS):
         state = self.state()
         for _, batch in zip(range(steps), self.batches(rollouts, labels)(0)):
-            state, _ = self.step(state, {}, batch)
+            state, _ = self.step(state, NOTHING, batch)
         return state.trained
 
 
@@ -277,7 +305,7 @@ def test_training_recovers_the_values_of_a_markov_chain(small):
 
 def test_a_resumed_run_gives_the_bits_of_one_that_was_not_stopped_and_its_model_loads(small, tmp_path):
     batches = small.batches(walks(300, 3, most=40), Labels(GAMMA, WINDOW))
-    step = lambda state, batch: small.step(state, {}, batch)
+    step = lambda state, batch: small.step(state, NOTHING, batch)
     how = {"save_every": 3, "log_every": 2}
 
     def stop_at(step, entry):
