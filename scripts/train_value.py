@@ -222,7 +222,9 @@ def fit_value_model(
             judge=judge,
             show=show,
         )
-    figures = report(predictions(state), labels.gamma)
+    found = predictions(state)
+    counts = {"rollouts": len(held_out), "judged": int((found.position == 0).sum())}
+    figures = {**counts, **report(found, labels.gamma)}
     write_json(options.out / "figures.json", figures)
     if not draw_plots(options.out, read_log(options.out), figures):
         say("no plots: matplotlib is not installed")

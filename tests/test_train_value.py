@@ -61,7 +61,7 @@ def test_rollouts_train_a_value_model_that_stops_and_goes_on(checkpoint, tmp_pat
     log = (run / "log.jsonl").read_text()
     assert [json.loads(line)["step"] for line in log.splitlines()] == [2, 4]
     figures = json.loads((run / "figures.json").read_text())
-    assert figures["tokens"] > 0 and figures["prompts"]["prompts"] <= 1
+    assert figures["rollouts"] == 3 and 0 < figures["judged"] < 3 and figures["tokens"] > 0
 
     for folder in (run / "checkpoints" / "4", run / "model"):  # as if it had been stopped at the third step
         shutil.rmtree(folder)
