@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxsample as js
 from models.load_value import ValueModel, load_value_model, save_value_model
+from models.lookup import init_lookup_cache, lookup_forward
 from models.random_weights import random_weights
 from models.rollouts import Rollout, read_rollouts, rollout_line, split_by_prompt
 from models.value_batches import (
@@ -184,15 +186,16 @@ def test_rollouts_go_through_a_file_and_what_is_none_is_named(tmp_path):
             split_by_prompt(many, fraction, 0)
 
 
-def test_a_value_model_begins_with_the_first_layers_and_trains_the_part_asked_for():
-    base = random_weights(SMALL, 0)
-    config, weights = first_layers(SMALL, base, 1, seed=1, value=0.8)
+def test_a_value_model_begins_with_the_first_layers_and_trains_the_part_asked_for(small):
+    base, weights = random_weights(SMALL, 0), small.weights
     assert (
-        config.num_layers == 1 and list(weights["trunk"]["layers"]) == [0] and "head" not in weights["trunk"]
+        small.config.num_layers == 1
+        and list(weights["trunk"]["layers"]) == [0]
+        and "head" not in weights["trunk"]
     )
     assert same_weights(weights["trunk"]["layers"][0], base["layers"][0])
-    hidden = jnp.zeros((1, 1, SMALL.width))
-    assert jax.nn.sigmoid(value_functions(config)[1](weights, hidden))[0, 0] == pytest.approx(0.8)
+    bias = np.asarray(weights["head"]["summary"]["bias"])  # the head at a hidden state of zeros
+    assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.4)
     for train, names in (
         ("all", {"embedding", "layers", "norm"}),
         ("layers", {"layers", "norm"}),
@@ -348,6 +351,67 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_stopped_and_its_model_
         loaded.weights, tokens, positions, new_cache(loaded.config, ROWS, 1), mask > 0
     )
     np.testing.assert_allclose(value(loaded.weights, hidden), small.logits(whole.trained, tokens), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_trained_model_guides_replies_to_the_lengths_that_exact_values_give(small, tmp_path):
+    """The chain as the guided model, p' ~ p exp(s v) from its values; 128 replies for either sign of s."""
+    weights = small.train(walks(4000, 1, most=200), Labels(GAMMA, WINDOW))
+    save_value_model(tmp_path / "model", ValueModel(small.config, weights, None, GAMMA))
+    loaded = load_value_model(tmp_path / "model", np.float32)
+    most, scale, num_rows = 30, np.array([-4.0, 4.0]), 256
+    limits, features = (
+        js.Limits(STATES + 1, max_length=WINDOW, num_guided=STATES + 1),
+        js.Features(num_candidates=16, full_rows=False),
+    )
+    logits = jnp.asarray(
+        np.log(np.maximum(np.vstack([TRANSITIONS, np.ones(STATES + 1)]), 1e-30)), jnp.float32
+    )
+    step = js.make_guided_step(
+        lookup_forward,
+        lambda weights, hidden: logits[hidden[..., 1]],
+        *value_functions(loaded.config),
+        limits=limits,
+        features=features,
+    )
+    row = lambda seed: js.make_params(
+        limits, seed=seed, top_k=STATES + 1, max_tokens=most, eos_token_ids=[EOS]
+    )
+    params, stop = js.stack_rows([row(seed) for seed in range(num_rows)])
+    guides = [js.make_guidance(limits, row(0)[0], mode="centered_exp", scale=float(s)) for s in scale]
+    guidance = jax.tree.map(lambda *parts: np.repeat(np.concatenate(parts), num_rows // 2, axis=0), *guides)
+    slots, first = np.arange(num_rows, dtype=np.int32), np.full((num_rows, WINDOW), js.PAD, np.int32)
+    first[:, 0] = 0
+    requests = js.admit(
+        js.empty_requests(limits, num_rows),
+        slots,
+        params,
+        stop,
+        first,
+        np.ones(num_rows, np.int32),
+        limits=limits,
+    )
+    values = js.admit_guided(js.init_guided(new_cache(loaded.config, num_rows, WINDOW)), slots, guidance)
+    ones = np.ones(num_rows, np.int32)
+    values = js.make_value_prefill(value_functions(loaded.config)[0])(
+        loaded.weights, values, first[:, :1], ones
+    )
+    cache, lengths = init_lookup_cache(num_rows, WINDOW), np.zeros(num_rows)
+    for _ in range(most):
+        requests, cache, values, record = step(
+            jnp.zeros(2, jnp.uint32), loaded.weights, requests, cache, values
+        )
+        lengths += js.unpack(record, features).count
+    for s, found in zip(scale, np.split(lengths, 2)):
+        tilted = TRANSITIONS * np.exp(s * np.append(1 - NEARNESS, 0.0))
+        tilted = (tilted / tilted.sum(axis=1, keepdims=True))[:, :STATES]
+        goes_on, exact = np.eye(STATES)[0], []
+        for _ in range(most):  # of min(length, most): the chance that a reply has more than t tokens, summed
+            exact.append(goes_on.sum())
+            goes_on = goes_on @ tilted
+        error = found.std() / np.sqrt(len(found))
+        assert abs(found.mean() - sum(exact)) < 3 * error + 0.05 * sum(exact)
+    assert lengths[: num_rows // 2].mean() < 0.6 * lengths[num_rows // 2 :].mean()
 
 
 def test_figures_of_known_predictions():
