@@ -1,7 +1,7 @@
 """How good a value model's predictions are on rollouts that it was not trained on: numbers and pictures.
 
-Only rollouts that the model ended itself are judged, since of others no length is known. Knows nothing of
-training.
+Only rollouts that the model ended itself are judged, since of others no length is known, and none over the
+cap, since those are trained to have none. Knows nothing of training.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.rollouts import Rollout
-from models.value_batches import Labels, make_batch
+from models.value_batches import Labels, end_of, make_batch
 from models.value_training import predicted_length
 
 _NUM_BINS = 12
@@ -46,14 +46,15 @@ def predict(
 
     Args:
       logits: tokens i32[B, N] -> z f32[B, N].
-      rollouts: unfinished ones, and those whose prompt fills the window, are passed over.
-      labels: of which the window counts: what lies behind it is not looked at.
+      rollouts: passed over are unfinished ones, those over the cap, those whose prompt exceeds the window.
+      labels: of which window and cap count: what lies behind the window is not looked at.
       widths: N of batches, rising, as for `models.value_batches`; the last one holds all.
       batch_size: B.
     """
     number_of: dict[bytes, int] = {}
     rows: list[list[np.ndarray]] = []
-    judged = [x for x in rollouts if x.finished and len(x.prompt) <= labels.window]
+    is_capped = lambda rollout: end_of(rollout, labels) == 0.0
+    judged = [x for x in rollouts if x.finished and len(x.prompt) <= labels.window and not is_capped(x)]
     judged.sort(key=lambda rollout: len(rollout.tokens))
     for start in range(0, len(judged), batch_size):
         chosen = judged[start : start + batch_size]

@@ -440,8 +440,9 @@ def test_figures_of_known_predictions():
 
 
 def test_predictions_are_of_finished_rollouts_within_the_window():
-    rollouts = [rollout(2, 3), rollout(2, 3, finished=False), rollout(1, 70), rollout(90, 2)]
-    found = predict(lambda tokens: tokens * 0.5, rollouts, Labels(GAMMA, window=65), (64, 65), batch_size=2)
+    rollouts = [rollout(2, 3), rollout(2, 3, finished=False), rollout(1, 70), rollout(90, 2), rollout(1, 80)]
+    labels = Labels(GAMMA, window=65, cap=75)
+    found = predict(lambda tokens: tokens * 0.5, rollouts, labels, (64, 65), batch_size=2)
     assert found.position.tolist() == [*range(4), *range(65)]
     assert found.remaining.tolist() == [*range(3, -1, -1), *range(70, 5, -1)]
     assert found.z[:4].tolist() == [1.0, 1.5, 2.0, 2.5] and set(found.prompt.tolist()) == {0, 1}
