@@ -205,7 +205,8 @@ class MLP(nnx.Module):
     def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
         F = config.mlp_width
         if config.joined_projections:
-            self.gate_up = Linear((2, F), config.width, project=project)
+            # By unit, so that shards of the units are whole rows of the matrix: its gate, its up.
+            self.gate_up = Linear((F, 2), config.width, project=project)
         else:
             self.gate = Linear((F,), config.width, project=project)
             self.up = Linear((F,), config.width, project=project)
@@ -214,8 +215,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.joined:
-            both = self.gate_up(x)  # [B, N, 2, F]
-            gate, up = both[:, :, 0], both[:, :, 1]
+            both = self.gate_up(x)  # [B, N, F, 2]
+            gate, up = both[..., 0], both[..., 1]
         else:
             gate, up = self.gate(x), self.up(x)
         return self.down.delta(jax.nn.silu(gate) * up, self.kernels)
