@@ -73,10 +73,11 @@ def test_every_python_block_of_the_readme_is_one_that_is_run():
     assert marks == ["example", "speculation", "mesh", "interop", "serving"]
 
 
+SLOW_PAGES = ("speculation", "guidance", "sharding", "serving", "kernels")
+
+
 @pytest.mark.parametrize(
-    "page",
-    ["sampling", "guidance", "kernels"]
-    + [pytest.param(page, marks=pytest.mark.slow) for page in ("speculation", "sharding", "serving")],
+    "page", ["sampling", *(pytest.param(page, marks=pytest.mark.slow) for page in SLOW_PAGES)]
 )
 def test_the_examples_of_a_page_run_and_what_they_assert_holds(page):
     if page == "sharding" and len(jax.devices()) < 8:

@@ -1,6 +1,5 @@
 """scripts/explain.py: every number of a step against float64 NumPy, and the token that decoding draws."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ from models import known_text
 from models.generation import LIST_CAPACITIES
 from models.one_step import explain
 from models.text import TokenIds
-from scripts.explain import likeliest, main, stage_table, token_table
+from scripts.explain import likeliest, main, plot, stage_table, token_table
 from tests import reference, reference_guidance
 from tests.test_models import DATA
 
@@ -148,7 +147,7 @@ def user_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [512, pytest.param(16, marks=pytest.mark.large)])
-def test_the_script_shows_both_models_numbers_as_transformers_has_them(capsys, monkeypatch, tmp_path, chunk):
+def test_the_script_shows_both_models_numbers_as_transformers_has_them(capsys, monkeypatch, chunk):
     monkeypatch.setattr(known_text, "_CHUNK", chunk)
     with np.load(MODEL / "expected.npz") as file:
         expected = dict(file)
@@ -165,11 +164,7 @@ def test_the_script_shows_both_models_numbers_as_transformers_has_them(capsys, m
         "7",
     ]
     flags += ["--guide-gamma", "0.99", "--top", "300", "--json", "--allowed-token-ids", *map(str, candidates)]
-    if importlib.util.find_spec("matplotlib"):
-        flags += ["--png", str(tmp_path / "step.png")]
     assert main([" ".join(map(str, prompt)), *FLAGS, *flags]) == 0
-    if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads(capsys.readouterr().out)
     rows = {row["token_id"]: row for row in told["tokens"]}
     assert {token for token, row in rows.items() if row["removed_by"] is None} == set(candidates)
@@ -199,6 +194,13 @@ def test_the_tables_show_each_stage_and_the_token_drawn(logits):
     assert [int(line[1:].split()[0]) for line in tokens] == np.argsort(-logits, kind="stable")[:8].tolist()
     assert [line.startswith("*") for line in tokens] == [token == found.token for token in rows]
     assert [line.endswith("top-k") for line in tokens] == [False] * 5 + [True] * 3
+
+
+def test_the_picture_is_written(logits, tmp_path):
+    pytest.importorskip("matplotlib")
+    found = shown(logits, dict(temperature=0.9, top_k=5))
+    plot(found, likeliest(found, 3), TokenIds(V), tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
