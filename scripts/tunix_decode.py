@@ -27,10 +27,10 @@ from jaxsample import interop
 VOCAB, CACHE_SLOTS = 96, 32
 PROMPTS = ["5 17 33", "5 17 33", "8 8 90 41 7", "60"]
 SETTINGS = {
-    "temperature": jnp.array([0.0, 0.8, 1.3, 1.0]),  # a greedy row beside sampled ones
+    "temperature": jnp.array([0.0, 0.5, 1.3, 1.0]),  # a greedy row beside sampled ones
     "top_k": jnp.array([0, 12, 0, 6]),
-    "top_p": jnp.array([1.0, 1.0, 1.0, 0.9]),
-    "min_p": jnp.array([0.0, 0.0, 0.05, 0.0]),
+    "top_p": jnp.array([1.0, 1.0, 1.0, 0.7]),
+    "min_p": jnp.array([0.0, 0.0, 0.2, 0.0]),
 }
 
 
@@ -95,6 +95,7 @@ def toy_parts() -> tuple[nnx.Module, Numbers, tunix_sampler.CacheConfig]:
         norm_eps=1e-6,
     )
     model = Toy(config, rngs=nnx.Rngs(params=0))
+    model.lm_head.w[...] *= 4.0  # logits as spread as those of a trained model
     return model, Numbers(), tunix_sampler.CacheConfig(CACHE_SLOTS, 2, 2, 8)
 
 
