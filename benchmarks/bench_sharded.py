@@ -99,32 +99,43 @@ def main(arguments: list[str] | None = None) -> None:
         f"{machine.wire / 1e9:.1f} GB/s received by each device in an all-gather",
         flush=True,
     )
-    rows: list[dict] = []
     failed: list[str] = []
+    for name, run in (("sharded", _bench_tail), ("sharded_decode", _bench_decode)):
+        rows: list[dict] = []
+        run(machine, options, functools.partial(_attempt, name, options, rows, failed))
+        if rows:
+            measure.write(name, rows, options)
+    if failed:
+        raise SystemExit(f"error: {'; '.join(failed)}")
 
-    def attempt(case: str, measure_row: Callable[[], dict]) -> None:
-        """Keep what measure_row() gives; an error of the device or the profiler leaves the other cases."""
-        try:
-            rows.append({"case": case, **measure_row()})
-        except RuntimeError as error:
-            print(f"  error: {case}: {error}", flush=True)
-            failed.append(case)
-            return
-        measure.keep("sharded", rows, options)
-        if rows[-1]["num_differing"] > rows[-1]["most_differing"]:
-            failed.append(f"{case}: results differ from one device's")
 
+def _attempt(
+    name: str, options, rows: list[dict], failed: list[str], case: str, measure_row: Callable[[], dict]
+):
+    """Keep what measure_row() gives; an error of the device or the profiler leaves the other cases."""
+    try:
+        rows.append({"case": case, **measure_row()})
+    except RuntimeError as error:
+        print(f"  error: {case}: {error}", flush=True)
+        failed.append(case)
+        return
+    measure.keep(name, rows, options)
+    if rows[-1]["num_differing"] > rows[-1]["most_differing"]:
+        failed.append(f"{case}: results differ from one device's")
+
+
+def _bench_tail(machine: Machine, options, attempt) -> None:
     stages = [(K, part) for K in options.proposals for part in [PARTS[min(K, 1)]] if part in options.only]
     if any(part == "verify" for _, part in stages):
         print("verification (K > 0): all-gather and all-to-all; no verifier works from an exchange")
     for num_drafts, _ in stages:
         for num_rows in options.batch:
             _bench_rows(machine, num_rows, num_drafts, options, attempt)
+
+
+def _bench_decode(machine: Machine, options, attempt) -> None:
     if "decode" in options.only:
         sharded_decode.bench(machine.name, machine.num_devices, machine.bandwidth, options, attempt)
-    measure.write("sharded", rows, options)
-    if failed:
-        raise SystemExit(f"error: {'; '.join(failed)}")
 
 
 def _bench_rows(machine: Machine, num_rows: int, num_drafts: int, options, attempt) -> None:

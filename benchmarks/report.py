@@ -1,6 +1,6 @@
-"""Draws what the benchmarks measured: `docs/measured.md` and a picture for each record with floors.
+"""Draws what the benchmarks measured: `docs/measured.md`, tables in other documents, pictures.
 
-    python -m benchmarks.report            # both
+    python -m benchmarks.report            # all
     python -m benchmarks.report --no-plots # the tables alone, without matplotlib
 
 Reads every record in benchmarks/results/ and adds nothing to it but the ratio to the floor.
@@ -13,6 +13,9 @@ from pathlib import Path
 from benchmarks.measure import RESULTS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Documents that hold the table of `longest_cases` between two marks.
+HOLDERS = (DOCS.parent / "README.md", DOCS / "kernels.md")
+_MARKS = ("<!-- measured -->\n", "<!-- /measured -->\n")
 # Columns of a table and their heads, in this order; a record without a field has no such column.
 _TIMES = {
     "time_us": "time us",
@@ -48,6 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     records = read_records(RESULTS)
     (DOCS / "measured.md").write_text(tables(records))
+    for path in HOLDERS:
+        path.write_text(with_table(path.read_text(), longest_cases(records)))
     if not options.no_plots:
         for name, record in records.items():
             plot(name, record, DOCS / "plots")
@@ -80,6 +85,36 @@ def tables(records: dict[str, dict]) -> str:
     return "\n".join(parts)
 
 
+def longest_cases(records: dict[str, dict]) -> str:
+    """Markdown: of each record with floors and each thing it measured, the case that takes longest."""
+    lines = [
+        "| what | case | us | floor us | time / floor | others, us |",
+        "| --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    for name, record in records.items():
+        longest: dict[str, dict] = {}
+        for row in record["rows"]:
+            if "time_us" in row and "floor_us" in row:
+                known = longest.setdefault(row["what"], row)
+                if row["time_us"] > known["time_us"]:
+                    longest[row["what"]] = row
+        for what, row in longest.items():
+            others = ", ".join(f"{way} {_number(time)}" for way, time in row.get("baselines", {}).items())
+            figures = [row["time_us"], row["floor_us"], row["time_us"] / row["floor_us"]]
+            cells = [f"{name}: {what}", row["case"], *map(_number, figures), others]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, table: str) -> str:
+    """A document with the table between its two marks, in place of what is there; else a ValueError."""
+    before, begin, rest = text.partition(_MARKS[0])
+    _, end, after = rest.partition(_MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"the document has no lines {_MARKS[0].strip()} and {_MARKS[1].strip()}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
 def plot(name: str, record: dict, folder: Path) -> None:
     """NAME.DEVICE.png: time over floor, cases beside their baselines; none for a record without floors."""
     rows = [row for row in record["rows"] if "floor_us" in row and "time_us" in row]
@@ -90,10 +125,10 @@ def plot(name: str, record: dict, folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    ways = ["jaxsample", *dict.fromkeys(way for row in rows for way in row["baselines"])]
+    ways = ["jaxsample", *dict.fromkeys(way for row in rows for way in row.get("baselines", {}))]
     bars, ticks, place = [], [], 0.0  # a bar is (place, way, ratio); cases lie half a bar apart
     for row in rows:
-        times = {"jaxsample": row["time_us"], **row["baselines"]}
+        times = {"jaxsample": row["time_us"], **row.get("baselines", {})}
         ticks.append(place + (len(times) - 1) / 2)
         bars += [(place + i, way, time / row["floor_us"]) for i, (way, time) in enumerate(times.items())]
         place += len(times) + 0.5

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxsample.params import Features, Limits, SamplingParams, neutral_params
 from jaxsample.sample import sample
+from jaxsample.sharding import Axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,11 +278,19 @@ def seeds_of_key(key: jax.Array, num_rows: int) -> jax.Array:
     return jax.random.bits(key, (num_rows, 2), jnp.uint32)
 
 
-def as_sample_fn(limits: Limits, features: Features, **settings: Any) -> Callable[..., jax.Array]:
+def as_sample_fn(
+    limits: Limits,
+    features: Features,
+    *,
+    mesh: Any = None,
+    axis: Axis | None = None,
+    batch_axis: Axis = (),
+    **settings: Any,
+) -> Callable[..., jax.Array]:
     """A sampler for loops that take a function of logits and a key.
 
     Args:
-      limits, features: as in `sample`; features must serve the settings.
+      limits, features, mesh, axis, batch_axis: as in `sample`; features must serve the settings.
       settings: temperature, top_k, top_p, min_p as in `from_arrays`: numbers, or arrays of B rows.
 
     Returns:
@@ -294,7 +303,8 @@ def as_sample_fn(limits: Limits, features: Features, **settings: Any) -> Callabl
         seed = seeds_of_key(key, logits.shape[0])
         params = from_arrays(limits, **{**settings, **own}, seed=seed)
         position = jnp.zeros(logits.shape[0], jnp.int32)
-        return sample(logits, params, position, limits=limits, features=features).tokens
+        where = {"mesh": mesh, "axis": axis, "batch_axis": batch_axis}
+        return sample(logits, params, position, limits=limits, features=features, **where).tokens
 
     return sample_fn
 

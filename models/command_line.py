@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
 from models.fetch import cache_folder, fetch_smollm2
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
@@ -20,6 +21,7 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
+_GUIDANCE_NUMBERS = ("scale", "gamma", "value_min", "entropy_threshold", "target_value", "target_length")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +52,29 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
     flags.add_argument("--verify", choices=VERIFIERS, help=f"default {VERIFIERS[0]}")
     flags.add_argument("--num-draft", type=int, metavar="K", help=f"default {_NUM_DRAFTS}")
+
+
+def add_guidance_flags(parser: argparse.ArgumentParser) -> None:
+    """--guide, a value model, and what `guidance_words` reads: flags named like make_guidance's arguments."""
+    flags = parser.add_argument_group("guidance")
+    flags.add_argument("--guide", type=pathlib.Path, metavar="PATH", help="folder of a value model")
+    for name, choices in (("mode", MODES), ("constraint", CONSTRAINTS), ("length-mode", LENGTH_MODES)):
+        flags.add_argument(f"--guide-{name}", choices=tuple(choices))
+    for name in _GUIDANCE_NUMBERS:
+        flags.add_argument(f"--guide-{name.replace('_', '-')}", type=float)
+
+
+def guidance_words(options: argparse.Namespace) -> dict[str, Any]:
+    """What the guidance flags say, as arguments of `make_guidance`; ValueError where --guide is missing."""
+    names = ("mode", "constraint", "length_mode", *_GUIDANCE_NUMBERS)
+    given = {name: getattr(options, f"guide_{name}") for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if options.guide is None:
+            raise ValueError(
+                f"--guide-{name.replace('_', '-')} is {value}, which says nothing without --guide"
+            )
+    return given
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxsample
+from tests.test_generate import checkpoint  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,6 +29,10 @@ DOCUMENTS = [
     "docs/measured.md",
     "docs/migration.md",
     "docs/training.md",
+    *(
+        f"docs/{page}.md"
+        for page in ("sampling", "speculation", "guidance", "sharding", "serving", "kernels")
+    ),
 ]
 
 
@@ -50,6 +56,47 @@ def test_the_example_runs_and_its_greedy_row_is_the_largest_logit():
     assert len(names["text"]) == 40 and names["num_steps"] < 30
     exec(compile(code_block("interop"), "README.md", "exec"), names)
     assert names["stop"].max_tokens[0] == 100 and names["told"].stop_strings == ("\n\n",)
+
+
+@pytest.mark.slow
+def test_the_example_of_serving_runs_with_a_tiny_model_in_place_of_the_weights(checkpoint, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("models.fetch.fetch_smollm2", lambda: checkpoint)
+    least = lambda *_, **modes: (jaxsample.Features(tier="filtered", full_rows=False, **modes),)
+    monkeypatch.setattr("models.engines._levels", least)  # few programs to compile
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code_block("serving"), "README.md", "exec"), {"jnp": jnp, "js": jaxsample})
+    assert {line.split()[0] for line in printed.getvalue().splitlines() if line[:1].isdigit()} >= {"0", "1"}
+
+
+def test_every_python_block_of_the_readme_is_one_that_is_run():
+    marks = re.findall(r"^(?:<!-- (\w+) -->\n)?```python$", README, re.MULTILINE)
+    assert marks == ["example", "speculation", "mesh", "interop", "serving"]
+
+
+SLOW_PAGES = ("speculation", "guidance", "sharding", "serving", "kernels")
+
+
+@pytest.mark.parametrize(
+    "page", ["sampling", *(pytest.param(page, marks=pytest.mark.slow) for page in SLOW_PAGES)]
+)
+def test_the_examples_of_a_page_run_and_what_they_assert_holds(page):
+    if page == "sharding" and len(jax.devices()) < 8:
+        pytest.skip("eight devices are needed")
+    text = (ROOT / f"docs/{page}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks and "assert" in text
+    names: dict = {}
+    for block in blocks:
+        exec(compile(block, f"docs/{page}.md", "exec"), names)
+
+
+def test_the_changelog_begins_with_this_version():
+    found = re.search(
+        r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert found and found.group(1) == jaxsample.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jaxsample.__version__)
 
 
 def test_the_example_of_a_mesh_runs_as_a_program_of_its_own(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 import jaxsample as js
 from jaxsample import interop
+from tests.meshes import mesh_of
 
 V = 101
 LIMITS = js.Limits(V, max_length=64, num_logprobs=5)
@@ -206,6 +207,56 @@ def test_a_sampler_for_loops_that_split_a_key_runs_in_their_while_loop():
         assert set(said[:, row].tolist()) <= best and len(set(said[:, row].tolist())) > 1
     assert (np.asarray(loop(logits, jax.random.key(3))) == said).all()
     assert (np.asarray(loop(logits, jax.random.key(4))) != said).any()
+
+
+def while_loop(sample_fn, table, first, num_steps):
+    """A bare loop: logits of the last tokens by a table f32[V, V], one split of the key a step."""
+
+    def body(carry):
+        step, key, said = carry
+        key, own = jax.random.split(key)
+        return step + 1, key, said.at[step + 1].set(sample_fn(table[said[step]], own))
+
+    said = jnp.zeros((num_steps + 1, first.shape[0]), jnp.int32).at[0].set(first)
+    return jax.lax.while_loop(lambda carry: carry[0] < num_steps, body, (0, jax.random.key(5), said))[2]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_bare_while_loop_gives_the_same_tokens_on_either_kind_of_mesh(kind):
+    """Logits split over the vocabulary go into the loop's sampler; tokens come out whole on every device."""
+    mesh, rows = mesh_of(kind, tensor=2), jnp.arange(8, dtype=jnp.int32)
+    limits, features = js.Limits(256), js.Features(tier="plain", full_rows=False)
+    temperature = jnp.where(rows % 2 == 0, 1.0, -1.0)
+    table = np.random.default_rng(1).normal(0, 2, (256, 256)).astype(np.float32)
+    split, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in ((None, "tensor"), ()))
+    draw = interop.as_sample_fn(limits, features, mesh=mesh, axis="tensor", temperature=temperature)
+    on_mesh = jax.jit(lambda table, first: while_loop(draw, table, first, 12))
+    said = on_mesh(jax.device_put(table, split), jax.device_put(rows, whole))
+    alone = interop.as_sample_fn(limits, features, temperature=temperature)
+    expected = np.asarray(jax.jit(lambda table, first: while_loop(alone, table, first, 12))(table, rows))
+    assert np.asarray(said).tolist() == expected.tolist()
+    assert said.sharding.is_fully_replicated
+    best = table.argmax(axis=1)
+    assert (expected[1:, 1::2] == best[expected[:-1, 1::2]]).all(), "greedy rows"
+    assert (expected[1:, ::2] != best[expected[:-1, ::2]]).any()
+
+
+def test_a_loop_on_the_host_that_hands_over_a_key_and_logits_takes_the_sampler():
+    """tpu-inference's decode loop: sample_fn(step_rng, logits f32[B, Vp]) -> (tokens i32[B], something)."""
+    draw = interop.as_sample_fn(LIMITS, js.Features(tier="filtered", full_rows=False), top_k=4)
+    temperature, top_k = jnp.array([-1.0, 1.0, 1.0]), jnp.array([-1, 0, 3])
+    sample_fn = jax.jit(lambda rng, logits: (draw(logits, rng, temperature=temperature, top_k=top_k), logits))
+    padded = np.full((3, 128), np.nan, np.float32)
+    padded[:, :V] = np.random.default_rng(2).normal(0, 1, (3, V))
+    rng, tokens = jax.random.PRNGKey(0), []
+    for _ in range(64):
+        rng, own = jax.random.split(rng)
+        tokens.append(sample_fn(own, padded)[0])
+    tokens = np.asarray(tokens)
+    assert tokens.dtype == np.int32 and tokens.shape == (64, 3)
+    assert (tokens[:, 0] == padded[0, :V].argmax()).all()
+    assert len(set(tokens[:, 1].tolist())) > 20 and tokens.max() < V
+    assert set(tokens[:, 2].tolist()) == set(np.argsort(-padded[2, :V])[:3].tolist())
 
 
 def test_rows_of_one_key_and_steps_of_one_stream_have_seeds_of_their_own():

@@ -1,16 +1,43 @@
-"""`docs/measured.md` is what the report draws from the records, and says what they say."""
+"""What documents say was measured is what the report draws from the records, and says what they say."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from benchmarks.measure import RESULTS
-from benchmarks.report import read_records, tables
+from benchmarks.report import HOLDERS, longest_cases, read_records, tables, with_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def test_the_tables_in_the_docs_are_those_of_the_records():
     assert (DOCS / "measured.md").read_text() == tables(read_records(RESULTS))
+
+
+@pytest.mark.parametrize("path", HOLDERS, ids=lambda path: path.name)
+def test_the_short_table_in_other_documents_is_that_of_the_records(path):
+    text = path.read_text()
+    assert with_table(text, longest_cases(read_records(RESULTS))) == text
+
+
+def test_the_short_table_has_the_longest_case_of_each_thing_with_a_floor():
+    rows = [
+        {
+            "what": "x",
+            "case": "a",
+            "time_us": 30.0,
+            "floor_us": 20.0,
+            "baselines": {"sort": 5.0, "other": 6.0},
+        },
+        {"what": "x", "case": "b", "time_us": 10.0, "floor_us": 20.0},
+        {"what": "y", "case": "c", "time_us": 1.0, "floor_us": 2.0},
+        {"what": "z", "case": "d", "wire_bytes": {}},
+    ]
+    lines = longest_cases({"n.d": {"rows": rows}}).splitlines()[2:]
+    assert lines == ["| n.d: x | a | 30 | 20 | 1.5 | sort 5, other 6 |", "| n.d: y | c | 1 | 2 | 0.5 |  |"]
+    with pytest.raises(ValueError, match="no lines"):
+        with_table("nothing", "")
 
 
 def test_every_case_has_a_line_with_its_own_figures():
