@@ -28,7 +28,7 @@ from jaxsample import (
     unpack,
 )
 from models.decoder import DecoderConfig, Weights
-from models.guiding import begin_guided, guidance_of, guided_limits
+from models.guiding import begin_guided, check_guide, guidance_of, guided_limits
 from models.load_value import ValueModel
 from models.placement import DATA, place_model
 from models.programs import Programs, compile_programs, power_of_two
@@ -134,13 +134,8 @@ def generate(
       ValueError: an empty prompt, one longer than the cache, what make_params and make_guidance refuse, a
         value model of another vocabulary or on a mesh, or a mesh that does not fit the model.
     """
-    if guide is not None and guide.config.vocab_size != config.vocab_size:
-        theirs, ours = guide.config.vocab_size, config.vocab_size
-        raise ValueError(f"the value model has {theirs} tokens, the model {ours}: they must be the same")
-    if guide is not None and mesh is not None:
-        raise ValueError(
-            "guidance and a mesh are given, allowed is one of them: a guided step is on one device"
-        )
+    if guide is not None:
+        check_guide(guide, config, mesh)
     limits = _limits(config, requests, num_slots)
     rows = [
         _admissible(index, request, limits, guide, len(requests)) for index, request in enumerate(requests)

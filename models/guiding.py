@@ -92,6 +92,15 @@ def fit_vocabulary(
     )
 
 
+def check_guide(guide: ValueModel, config: DecoderConfig, mesh: Any) -> None:
+    """ValueError for a value model of another number of tokens than the model, or together with a mesh."""
+    ours, theirs = config.vocab_size, guide.config.vocab_size
+    if theirs != ours:
+        raise ValueError(f"the value model has {theirs} tokens, the model {ours}: they must be the same")
+    if mesh is not None:
+        raise ValueError("a value model and a mesh are given, allowed is one: guided steps are on one device")
+
+
 def guidance_of(
     limits: Limits, params: SamplingParams, words: Mapping[str, Any] | None, gamma: float | None = None
 ) -> Guidance:
@@ -105,18 +114,23 @@ def guidance_of(
     Raises:
       ValueError: what is no mapping of such arguments, or what make_guidance refuses.
     """
-    if words is not None and not isinstance(words, Mapping):
-        raise ValueError(f"guidance is {words!r}, expected an object with some of {', '.join(WORDS)}")
+    check_words(words)
     words = dict(words or {})
-    unknown = sorted(set(words) - set(WORDS))
-    if unknown:
-        raise ValueError(f"guidance has unknown keys {', '.join(unknown)}, allowed are {', '.join(WORDS)}")
     if words and gamma is not None:
         words = {"gamma": gamma, **words}
     try:
         return make_guidance(limits, params, **words)
     except ValueError as error:
         raise ValueError(f"guidance: {error}") from None
+
+
+def check_words(words: Any) -> None:
+    """ValueError for guidance that is neither None nor a mapping of arguments of `make_guidance`."""
+    if words is not None and not isinstance(words, Mapping):
+        raise ValueError(f"guidance is {words!r}, expected an object with some of {', '.join(WORDS)}")
+    unknown = sorted(set(words or {}) - set(WORDS))
+    if unknown:
+        raise ValueError(f"guidance has unknown keys {', '.join(unknown)}, allowed are {', '.join(WORDS)}")
 
 
 def guided_limits(limits: Limits, rows: Sequence[tuple[SamplingParams, Guidance]]) -> Limits:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxsample import Limits, make_params
 from models.generation import TokenLogprobs
-from models.guiding import guidance_of
+from models.guiding import check_words, guidance_of
 from models.text import Text, TokenIds
 
 # What make_params takes by name and a request may therefore hold.
@@ -80,6 +80,7 @@ def check_fields(
     words = fields.get("bad_words", [])
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"bad_words is {words!r}, expected a list of texts")
+    check_words(fields.get("guidance"))
     fields = dict(fields)
     for name in ("logit_bias", "token_temperature_scale"):
         try:  # JSON has no integer keys

@@ -1,6 +1,8 @@
 """scripts/generate.py with a value model: who is guided, by what, and what is refused."""
 
+import contextlib
 import dataclasses
+import io
 import json
 
 import jax
@@ -17,11 +19,13 @@ from models.load_value import load_value_model
 from models.text import Text
 from models.value_head import value_functions
 from scripts.generate import main
+from scripts.serve import main as serve
 from tests.test_generate import json_lines, user_cache  # noqa: F401
 from tests.test_models import DATA
 from tests.test_text import byte_tokenizer
 
 MODEL, GUIDE = DATA / "qwen2_tied", DATA / "qwen2_lenvm"
+FLAGS = ["--model", str(MODEL), "--token-ids"]
 TOP_K, MARGIN = 4, 1e-3
 COMMON = {"temperature": 1.0, "top_k": TOP_K, "max_tokens": 8, "seed": 3}
 LINES = [
@@ -64,19 +68,25 @@ def candidates_and_values(prompt, reply):
     return map(np.asarray, found)
 
 
-@pytest.mark.slow
-def test_constraints_take_the_candidate_of_the_least_and_the_greatest_value(tmp_path, capsys):
-    """And rows that are not guided get the tokens of a run without a value model."""
-    path = tmp_path / "requests.jsonl"
-    flags = ["--model", str(MODEL), "--token-ids", "--json", "--batch-file", str(path)]
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """The tokens of LINES with the value model, and without."""
+    path = tmp_path_factory.mktemp("guided") / "requests.jsonl"
 
-    def run(lines, *more):
+    def run(lines, *flags):
         path.write_text("\n".join(json.dumps({**COMMON, **line}) for line in lines))
-        assert main([*flags, *more]) == 0
-        return [record["token_ids"] for record in json_lines(capsys.readouterr().out)]
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main([*FLAGS, "--json", "--batch-file", str(path), *flags]) == 0
+        return [record["token_ids"] for record in json_lines(out.getvalue())]
 
-    guided = run(LINES, "--guide", str(GUIDE))
-    plain = run([{**line, "guidance": None} for line in LINES])
+    return run(LINES, "--guide", str(GUIDE)), run([{**line, "guidance": None} for line in LINES])
+
+
+@pytest.mark.slow
+def test_constraints_take_the_candidate_of_the_least_and_the_greatest_value(generated):
+    """And rows that are not guided get the tokens of a run without a value model."""
+    guided, plain = generated
     assert guided[2:] == plain[2:]
     assert guided[0] != plain[0] and guided[1] != plain[1]
     num_clear = 0
@@ -89,6 +99,24 @@ def test_constraints_take_the_candidate_of_the_least_and_the_greatest_value(tmp_
                 num_clear += 1
                 assert token == row_ids[row_z == best(row_z)][0]
     assert num_clear > 8
+
+
+@pytest.mark.slow
+def test_a_server_gives_guided_and_other_requests_the_tokens_of_generate(generated, tmp_path):
+    lines = [{**COMMON, **line, "id": number} for number, line in enumerate(LINES)]
+    bad = {"id": "bad", "prompt": "5", "top_k": 9, "guidance": {"scale": 2}}
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [*lines, bad])))
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    sizes = ["--slots", "2", "--max-length", "32", "--num-guided", "4"]
+    assert serve([*FLAGS, "--guide", str(GUIDE), *files, *sizes]) == 0
+    said, errors = [[] for _ in LINES], []
+    for event in json_lines((tmp_path / "out.jsonl").read_text()):
+        if "error" in event:
+            errors.append((event["id"], event["error"]))
+        else:
+            said[event["id"]] += event.get("token_ids", [])
+    assert said == generated[0]
+    assert [name for name, _ in errors] == ["bad"] and "top_k is 9" in errors[0][1]
 
 
 def test_what_is_compiled_for_batches_without_guided_requests_has_no_value_model(monkeypatch):
@@ -133,7 +161,7 @@ def test_what_is_compiled_for_batches_without_guided_requests_has_no_value_model
     ],
 )
 def test_wrong_guidance_flags_are_one_line_and_exit_code_2(capsys, flags, named):
-    assert main(["5", "--model", str(MODEL), "--token-ids", *flags]) == 2
+    assert main(["5", *FLAGS, *flags]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert named in captured.err
@@ -143,15 +171,15 @@ def test_wrong_guidance_flags_are_one_line_and_exit_code_2(capsys, flags, named)
     ("guidance", "flags", "named"),
     [
         ({"scale": 2}, [], "request 1: guidance is {'scale': 2}, which says nothing without --guide"),
-        ("longer", ["--guide", str(GUIDE)], "request 1: guidance is 'longer', expected an object"),
-        ({"scal": 2}, ["--guide", str(GUIDE)], "request 1: guidance has unknown keys scal, allowed are mode"),
+        ("longer", ["--guide", str(GUIDE)], "line 2: guidance is 'longer', expected an object"),
+        ({"scal": 2}, ["--guide", str(GUIDE)], "line 2: guidance has unknown keys scal, allowed are mode"),
         ({"scale": "2"}, ["--guide", str(GUIDE)], "request 1: guidance: scale is '2'"),
     ],
 )
 def test_wrong_guidance_of_a_line_is_named(tmp_path, capsys, guidance, flags, named):
     path = tmp_path / "requests.jsonl"
     path.write_text('{"prompt": "5"}\n' + json.dumps({"prompt": "5", "top_k": 4, "guidance": guidance}))
-    assert main(["--model", str(MODEL), "--token-ids", "--batch-file", str(path), *flags]) == 2
+    assert main([*FLAGS, "--batch-file", str(path), *flags]) == 2
     assert named in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
-"""The guided step on lookup models, exactly: against a loop without caches, among neighbours, behind and caught up."""
+"""The guided step on lookup models, exactly: against a loop without caches, among neighbours, through an engine."""
 
+import dataclasses
 import functools
 
 import jax
@@ -326,3 +327,39 @@ def test_guidance_that_an_engine_cannot_serve_is_refused(engine):
     with pytest.raises(ValueError, match="scorer and mesh are given"):
         make_engine(16, mesh=jax.make_mesh((1,), ("x",)))
     assert engine.stats.num_seated == 0
+
+
+class Only:
+    """A grammar that allows the same tokens everywhere."""
+
+    def __init__(self, token_ids):
+        self.bits = np.zeros(LIMITS.num_words * 32, bool)
+        self.bits[token_ids] = True
+
+    def fill(self, mask):
+        mask |= np.packbits(self.bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token):
+        return bool(self.bits[token])
+
+    def rollback(self, num_tokens):
+        pass
+
+
+@pytest.mark.slow
+def test_drafts_and_grammars_leave_guided_text_as_it_is():
+    engine = make_engine(14, proposer=js.ngram_proposer(js.chain(2), max_ngram=1), grammars=True)
+    generator = np.random.default_rng(8)
+    words = [*REQUESTS, *(random_request(generator) for _ in range(24))]
+    streams = []
+    for index, (asked, how, prompt) in enumerate(words):
+        request, few = ask(asked, how, prompt), list(range(3, 8))
+        if index % 3 == 0:
+            request = dataclasses.replace(request, grammar=functools.partial(Only, few))
+            words[index] = {**asked, "allowed_token_ids": few}, how, prompt
+        streams.append(engine.submit(request))
+        engine.step()
+    engine.run()
+    for stream, asked in zip(streams, words, strict=True):
+        check(stream, asked)
+    assert engine.stats.num_accepted > 0 and engine.stats.num_preempted > 0
