@@ -1,6 +1,6 @@
 """Value guidance for one run of generation: a value model beside the model, and the programs that use it.
 
-Knows nothing of text or of how tokens reach the user.
+Knows nothing of how tokens reach the user.
 """
 
 import dataclasses
