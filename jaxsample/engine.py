@@ -214,7 +214,8 @@ class Engine:
 
         Args:
           stream: of `submit`.
-          params: the arguments of `make_params` that change; the others, and the seed, stay. n cannot change.
+          params: the arguments of `make_params` that change; the others, the seed and the guidance stay. n
+            cannot change. A greedy request is not guided; one that is guided from then on is prefilled anew.
 
         Raises:
           ValueError, TypeError: as `submit`, or a stream of another engine; nothing has changed then.
