@@ -223,7 +223,8 @@ def _sample_case(mix: str, machine: Machine, num_rows: int, vocab_size: int) -> 
 
 def _verify_case(name: str, machine: Machine, logits, vocab_size: int) -> Case:
     """Chains of K drafts: each node's first token, every fifth another one; as points or out of a law."""
-    num_rows, num_nodes, width = logits.shape
+    num_rows, num_nodes, _ = logits.shape
+    width = -(-vocab_size // TILE) * TILE  # of a law, whatever the devices make of the head
     limits, tree = js.Limits(vocab_size, max_length=128), js.chain(num_nodes - 1)
     params, stop, features = _params(limits, "filtered", num_rows)
 
@@ -235,7 +236,7 @@ def _verify_case(name: str, machine: Machine, logits, vocab_size: int) -> Case:
     def drafted(logits):
         """A drafter that is the target at a higher temperature."""
         real = jnp.arange(width, dtype=jnp.int32) < vocab_size
-        z = jnp.where(real[None, None], logits[:, :-1] * 0.8, -jnp.inf)
+        z = jnp.where(real[None, None], logits[:, :-1, :width] * 0.8, -jnp.inf)
         highest = z.max(-1)
         log_mass = jnp.log(jnp.exp(z - highest[..., None]).sum(-1))
         every = jnp.full(highest.shape, vocab_size, jnp.int32)

@@ -23,7 +23,11 @@ def received_bytes(text: str, num_devices: int) -> float:
             math.prod(int(size) for size in dims.split(",")) * int(bits or 8) / 8
             for _, bits, dims in _ARRAY.findall(shape)
         ]
-        if start and name in ("all-gather", "collective-permute"):  # as many operands come before the results
+        if start and name in (
+            "all-gather",
+            "all-to-all",
+            "collective-permute",
+        ):  # as many operands come before the results
             sizes = sizes[len(sizes) // 2 :]
         factor = {"all-reduce": 2 * others, "reduce-scatter": num_devices - 1, "collective-permute": 1.0}
         total += sum(sizes) * factor.get(name, others)

@@ -1,7 +1,7 @@
 """How everything here is timed and recorded. Knows nothing about what is measured.
 
-On a GPU the time of a call is the device's own: the durations of its kernels and copies as the profiler
-records them, since launching and reading back cost more than many a kernel. On a CPU there is no such record
+On a GPU the time of a call is the device's own: while its kernels and copies ran, as the profiler records
+them, since launching and reading back cost more than many a kernel. On a CPU there is no such record
 and the host's clock stands in; every row says which clock it was. Medians, with the spread between quartiles.
 """
 
@@ -78,7 +78,9 @@ def time_calls(call: Callable[[int], Any], num_calls: int = 20, num_warmup: int 
 
 
 def call_times(devices: list[list[tuple[float, float]]], num_calls: int) -> tuple[np.ndarray, np.ndarray]:
-    """Microseconds of each call on each device: the sum over its kernels, and from its first to its last.
+    """Microseconds of each call on each device: while any kernel ran, and from its first to its last.
+
+    Within a CUDA graph a kernel begins while the one before it drains: that time counts once.
 
     Args:
       devices: (start, duration) of every kernel and copy of a device, nanoseconds, in order.
@@ -96,9 +98,11 @@ def call_times(devices: list[list[tuple[float, float]]], num_calls: int) -> tupl
             raise RuntimeError(f"the profiler saw {len(events)} device events in {num_calls} equal calls")
         size = len(events) // num_calls
         calls = [events[i : i + size] for i in range(0, len(events), size)]
-        busy.append([sum(duration for _, duration in kernels) / 1e3 for kernels in calls])
-        ends = [max(start + duration for start, duration in kernels) for kernels in calls]
-        spans.append([(end - kernels[0][0]) / 1e3 for end, kernels in zip(ends, calls, strict=True)])
+        starts, lengths = (np.array(calls)[:, :, part] for part in (0, 1))
+        ends = np.maximum.accumulate(starts + lengths, axis=1)
+        idle = np.maximum(starts[:, 1:] - ends[:, :-1], 0).sum(axis=1)
+        spans.append((ends[:, -1] - starts[:, 0]) / 1e3)
+        busy.append(spans[-1] - idle / 1e3)
     return np.array(busy), np.array(spans)
 
 

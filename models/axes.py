@@ -36,7 +36,7 @@ WEIGHT_AXES: dict[str, tuple[str, ...]] = {
     "mlp_norm.weight": ("width",),
     "mlp.gate.weight": ("mlp", "width"),
     "mlp.up.weight": ("mlp", "width"),
-    "mlp.gate_up.weight": ("pair", "mlp", "width"),
+    "mlp.gate_up.weight": ("mlp", "pair", "width"),
     "mlp.down.weight": ("width", "mlp"),
 }
 CACHE_AXES = ("layers", "rows", "slots", "kv_heads", "head_size")

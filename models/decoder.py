@@ -131,7 +131,7 @@ def _apply(layer: "Layer", x, delta, cos, sin, cache, index, mask):
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the last sum left to the norm that comes next.
 
-    Takes and returns x and what is still to be added to it (None: nothing).
+    Takes and returns x and what is still to be added to it, as `RMSNorm.after` takes it.
     """
 
     def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
@@ -139,7 +139,7 @@ class Layer(nnx.Module):
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config, project, kernels)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config, project)
+        self.mlp = MLP(config, project, kernels)
 
     def __call__(self, x, delta, cos, sin, cache, index, mask):
         x, normed = self.attention_norm.after(x, delta, self.kernels)
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
             if self.query_norm is not None and self.key_norm is not None:
                 norms = Norms(self.query_norm.weight[...], self.key_norm.weight[...], self.query_norm.eps)
             mixed, staged = self.kernels.attend(query, key, value, norms, cos, sin, cache, index, mask)
-            return self.output(mixed), staged
+            return self.output.delta(mixed, self.kernels), staged
         query, key, value = read_heads(query), read_heads(key), read_heads(value)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -202,23 +202,24 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, config: DecoderConfig, project: Callable):
+    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
         F = config.mlp_width
         if config.joined_projections:
-            self.gate_up = Linear((2, F), config.width, project=project)
+            # By unit, so that shards of the units are whole rows of the matrix: its gate, its up.
+            self.gate_up = Linear((F, 2), config.width, project=project)
         else:
             self.gate = Linear((F,), config.width, project=project)
             self.up = Linear((F,), config.width, project=project)
-        self.joined = config.joined_projections
+        self.joined, self.kernels = config.joined_projections, kernels
         self.down = Linear((config.width,), F, project=project)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.joined:
-            both = self.gate_up(x)  # [B, N, 2, F]
-            gate, up = both[:, :, 0], both[:, :, 1]
+            both = self.gate_up(x)  # [B, N, F, 2]
+            gate, up = both[..., 0], both[..., 1]
         else:
             gate, up = self.gate(x), self.up(x)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down.delta(jax.nn.silu(gate) * up, self.kernels)
 
 
 class RMSNorm(nnx.Module):
@@ -237,7 +238,7 @@ class RMSNorm(nnx.Module):
     def after(
         self, x: jax.Array, delta: jax.Array | None, kernels: Kernels | None
     ) -> tuple[jax.Array, jax.Array]:
-        """x + delta and its norm; a delta of None is zero."""
+        """x + delta and its norm; a delta of None is zero, one of `Linear.delta` may be in parts."""
         if delta is None:
             return x, self(x)
         if kernels is not None:
@@ -264,6 +265,12 @@ class Linear(nnx.Module):
     def product(self, x: jax.Array) -> jax.Array:
         """Without the bias."""
         return self.project(x, self.weight[...], x.dtype)
+
+    def delta(self, x: jax.Array, kernels: Kernels | None) -> jax.Array:
+        """The map of x for `RMSNorm.after`: [B, N, O], or parts of it, f32[P, B, N, O]."""
+        if kernels is None or self.bias is not None or not kernels.splits(x, self.weight[...]):
+            return self(x)
+        return kernels.project(x, self.weight[...])
 
     def bias_value(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]

@@ -40,7 +40,7 @@ def join_projections(config: DecoderConfig, weights: Weights) -> tuple[DecoderCo
             for kind in parts[0]
         }
         parts = [mlp.pop(name) for name in ("gate", "up")]
-        mlp["gate_up"] = {"weight": _consume(lambda *arrays: jnp.stack(arrays), "weight", parts)}
+        mlp["gate_up"] = {"weight": _consume(lambda *arrays: jnp.stack(arrays, axis=1), "weight", parts)}
         return {**layer, "attention": attention, "mlp": mlp}
 
     layers = {index: join_layer(layer) for index, layer in weights["layers"].items()}

@@ -5,15 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from models import attention_kernel, norm_kernel
+from models import attention_kernel, norm_kernel, projection_kernel
 
 
 class Kernels(NamedTuple):
-    """The functions of `models.attention_kernel` and `models.norm_kernel`, in the places they stand for."""
+    """The functions of the models' kernels."""
 
     takes: Callable[..., bool] = attention_kernel.takes
     attend: Callable[..., Any] = attention_kernel.attend_new
     add_norm: Callable[..., Any] = norm_kernel.add_norm
+    splits: Callable[..., bool] = projection_kernel.splits
+    project: Callable[..., Any] = projection_kernel.project_parts
 
 
 def kernels_of(mesh: Any = None) -> Kernels | None:

@@ -15,7 +15,8 @@ def add_norm(
     """y = x + delta and y / sqrt(mean(y^2) + eps) * weight, the norm in float32.
 
     Args:
-      x, delta: float[B, N, W] of one dtype.
+      x: float[B, N, W].
+      delta: [B, N, W] in x's dtype, or f32[P, B, N, W] whose sum, rounded to that, it is.
       weight: float[W].
       eps: added to the mean.
 
@@ -28,17 +29,19 @@ def add_norm(
     B, N, W = x.shape
     row = pl.BlockSpec((None, W), lambda t: (t, 0))
     shape = jax.ShapeDtypeStruct((B * N, W), x.dtype)
+    deltas = delta.reshape(-1, B * N, W)
+    parts = pl.BlockSpec((len(deltas), None, W), lambda t: (0, t, 0))
     size = 1 << (W - 1).bit_length()
     total, normed = pl.pallas_call(
         functools.partial(_kernel, eps=eps, size=size),
         grid=(B * N,),
-        in_specs=[row, row, pl.BlockSpec((W,), lambda t: (0,))],
+        in_specs=[row, parts, pl.BlockSpec((W,), lambda t: (0,))],
         out_specs=[row, row],
         out_shape=[shape, shape],
         compiler_params=plt.CompilerParams(num_warps=min(16, max(1, size // 512))),
         interpret=interpret,
         name="add_norm",
-    )(x.reshape(B * N, W), delta.reshape(B * N, W), weight)
+    )(x.reshape(B * N, W), deltas, weight)
     return total.reshape(x.shape), normed.reshape(x.shape)
 
 
@@ -48,8 +51,9 @@ def _kernel(x_ref, delta_ref, weight_ref, total_ref, normed_ref, *, eps, size):
     (width,) = x_ref.shape
     at = jnp.arange(size, dtype=jnp.int32)
     known = at < width
-    read = lambda ref: plt.load(ref.at[at], mask=known, other=0)
-    weight, total = read(weight_ref), read(x_ref) + read(delta_ref)
+    read = lambda ref, *index: plt.load(ref.at[*index, at], mask=known, other=0)
+    weight, x = read(weight_ref), read(x_ref)
+    total = x + sum(read(delta_ref, part) for part in range(delta_ref.shape[0])).astype(x.dtype)
     plt.store(total_ref.at[at], total, mask=known)
     wide = total.astype(jnp.float32)
     scale = jax.lax.rsqrt((wide * wide).sum(axis=0) / width + eps)

@@ -26,6 +26,7 @@ DOCUMENTS = [
     "docs/contract.md",
     "docs/measured.md",
     "docs/migration.md",
+    "docs/training.md",
 ]
 
 

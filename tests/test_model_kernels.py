@@ -16,6 +16,7 @@ from models.decoder import DecoderConfig, decoder_functions
 from models.heads import Heads, Norms, read_heads
 from models.kernels import Kernels, kernels_of
 from models.norm_kernel import add_norm
+from models.projection_kernel import project_parts, splits
 from models.random_weights import random_weights
 from models.rope import inverse_frequencies, rotate, rotation
 
@@ -23,6 +24,7 @@ ON_GPU = jax.default_backend() == "gpu"
 KERNELS = Kernels(
     attend=functools.partial(attend_new, interpret=not ON_GPU),
     add_norm=functools.partial(add_norm, interpret=not ON_GPU),
+    project=functools.partial(project_parts, interpret=not ON_GPU),
 )
 
 
@@ -193,10 +195,15 @@ def test_a_query_that_sees_nothing_gets_zeros():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_sum_and_its_norm(dtype):
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_the_sum_and_its_norm(dtype, num_parts):
     rng = np.random.default_rng(0)
     x, delta, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((2, 3, 96), (2, 3, 96), (96,)))
-    total, normed = add_norm(x, delta, weight, 1e-5, interpret=not ON_GPU)
+    parts = delta
+    if num_parts is not None:
+        parts = jnp.asarray(rng.standard_normal((num_parts, 2, 3, 96)), jnp.float32)
+        delta = (parts[0] + parts[1] + parts[2]).astype(dtype)
+    total, normed = add_norm(x, parts, weight, 1e-5, interpret=not ON_GPU)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(x + delta, np.float32))
     wide = np.asarray(total, np.float64)
     wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * np.asarray(weight, np.float64)
@@ -204,16 +211,37 @@ def test_the_sum_and_its_norm(dtype):
     assert np.abs(np.asarray(normed, np.float64) - wanted).max() <= 4 * float(jnp.finfo(dtype).eps) * 4
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"),
+    [
+        (jnp.float32, 3),
+        (jnp.bfloat16, 70),
+        pytest.param(jnp.bfloat16, 1, marks=pytest.mark.large),
+        pytest.param(jnp.float32, 128, marks=pytest.mark.large),
+    ],
+)
+def test_a_product_in_parts(dtype, num_tokens):
+    rng = np.random.default_rng(1)
+    x, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((num_tokens, 1, 448), (256, 448)))
+    assert splits(x, weight)
+    parts = np.asarray(jax.jit(functools.partial(project_parts, interpret=not ON_GPU))(x, weight))
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert parts.dtype == np.float32
+    assert parts.shape[1:] == wanted.shape
+    assert len(parts) > 1
+    assert distance(parts.sum(axis=0), wanted) <= (1e-6 if dtype == jnp.float32 else 1e-3)
+
+
 @pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_a_decoder_with_kernels_is_the_one_without(joined):
     config = DecoderConfig(
         vocab_size=50,
-        width=48,
+        width=128,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_size=32,
-        mlp_width=40,
+        mlp_width=192,
         norm_eps=1e-5,
         rope_theta=10000.0,
         qkv_bias=True,
@@ -242,5 +270,10 @@ def test_what_the_kernels_are_made_for():
     assert not takes(js.init_cache(1, 3, 8, 2, 32, jnp.int8), query)
     assert not takes(cache, query._replace(array=jnp.zeros((3, 1, 2, 4, 80))))
     assert not takes(cache, query._replace(array=jnp.zeros((3, 65, 2, 4, 32)), count=1))
+    x = jnp.zeros((128, 1, 448))
+    assert splits(x, jnp.zeros((256, 448)))
+    assert not splits(jnp.zeros((43, 3, 448)), jnp.zeros((256, 448)))
+    assert not splits(x, jnp.zeros((192, 448)))
+    assert not splits(x[:, :, :440], jnp.zeros((256, 440)))
     assert (kernels_of() is None) == (not ON_GPU)
     assert kernels_of(mesh=object()) is None
