@@ -12,6 +12,7 @@ import pytest
 
 import jaxsample as js
 from models.decoder import decoder_functions
+from models.engines import Sizes, build_engine
 from models.generation import Request, generate
 from models.guiding import fit_vocabulary
 from models.load import load
@@ -196,3 +197,19 @@ def test_a_value_model_with_the_same_tokens_fits_whatever_rows_are_behind_them()
     other.add_tokens(["more"])
     with pytest.raises(ValueError, match="x: the value model's tokenizer has other tokens"):
         fit_vocabulary(guide, model.config, dataclasses.replace(text, tokenizer=other), "x")
+
+
+def test_a_value_model_of_another_vocabulary_or_on_a_mesh_is_refused_before_anything_is_compiled():
+    model, other = load(MODEL, np.float32), load_value_model(DATA / "qwen3_lenvm", np.float32)
+    own = load_value_model(GUIDE, np.float32)
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+    for run in (
+        lambda **given: generate(model.config, model.weights, [Request([5], COMMON)], **given),
+        lambda **given: build_engine(model.config, model.weights, Sizes(), **given),
+    ):
+        with pytest.raises(ValueError, match="the value model has 211 tokens, the model 257"):
+            run(guide=other)
+        with pytest.raises(ValueError, match="a value model and a mesh are given"):
+            run(guide=own, mesh=mesh)
+    with pytest.raises(ValueError, match=r"num_guided is 129, allowed is 1 \.\.\. 128"):
+        build_engine(model.config, model.weights, Sizes(num_guided=129), guide=own)
