@@ -151,6 +151,7 @@ def _in_batches(programs, weights, requests: list[Request], arrivals: np.ndarray
                 index,
                 generation.Request(list(requests[index].prompt), dict(requests[index].params)),
                 *rows[index],
+                js.neutral_guidance(1),
                 generation.Reply([generation.Sample()], []),
             )
             for index in chosen

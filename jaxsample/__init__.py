@@ -9,10 +9,11 @@ from jaxsample.adaptive import DraftLength, adaptive, draft_length_of, new_draft
 from jaxsample.admission import make_params
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.candidates import Candidates, log_sum_exp, summarize
+from jaxsample.counts import EngineStats
 from jaxsample.decode import make_decode_many, make_decode_step, make_prefill, make_split_step
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
 from jaxsample.draw import draw_candidates, draw_rows
-from jaxsample.engine import Engine, EngineStats, QueueFull
+from jaxsample.engine import Engine, QueueFull
 from jaxsample.exchange import sample_by_exchange
 from jaxsample.grammar import Matcher
 from jaxsample.guidance import Shortlist, add_scores, ends_row, guided_target, shortlist
@@ -21,6 +22,7 @@ from jaxsample.guidance_rows import Guidance, make_guidance, needs_guidance, neu
 from jaxsample.guided import (
     CatchUp,
     GuidedState,
+    Scorer,
     admit_guided,
     init_guided,
     make_guided_step,
@@ -138,6 +140,7 @@ __all__ = [
     "Sample",
     "Sampled",
     "SamplingParams",
+    "Scorer",
     "Shaped",
     "Shortlist",
     "Staged",

@@ -64,7 +64,10 @@ class Buckets:
 
     @property
     def num_programs(self) -> int:
-        """Programs with these buckets; with grammars each step of the last features counts three times."""
+        """Programs with these buckets; with grammars each step of the last features counts three times.
+
+        Those that a value model adds are not counted.
+        """
         steps = len(self.rows) * len(self.lengths) * (len(self.features) + 2)
         return steps + len(self.prefill) * len(self.lengths) + len(self.updates) + 1
 

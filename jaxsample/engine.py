@@ -22,8 +22,10 @@ import numpy as np
 
 from jaxsample import slots
 from jaxsample.buckets import Buckets, check_sizes, compile_ahead
+from jaxsample.counts import EngineStats
 from jaxsample.draft import ROOT, Tree
 from jaxsample.grammar import fill_masks
+from jaxsample.guided import Scorer, init_guided
 from jaxsample.intake import Intake, Request
 from jaxsample.lowering import lower_programs
 from jaxsample.params import Limits
@@ -38,28 +40,6 @@ from jaxsample.verify import Verdict, verify_match
 
 class QueueFull(RuntimeError):
     """No more requests are taken before some have begun."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Counts; those of tokens are totals since the engine was made.
-
-    Fields:
-      num_waiting, num_seated: samples' tickets in the queue, samples in slots. num_slots: B.
-      num_free_pages, num_pages. num_tokens: emitted. num_windows: row steps that emitted.
-      num_drafted, num_accepted: proposals. num_preempted: times a sample had to give up its pages.
-    """
-
-    num_waiting: int
-    num_seated: int
-    num_slots: int
-    num_free_pages: int
-    num_pages: int
-    num_tokens: int
-    num_windows: int
-    num_drafted: int
-    num_accepted: int
-    num_preempted: int
 
 
 class Engine:
@@ -87,6 +67,7 @@ class Engine:
         draft_weights: Any = (),
         new_drafts: Callable[[int], Any] | None = None,
         draft_forward: Callable[..., Any] | None = None,
+        scorer: Scorer | None = None,
         mesh: Any = None,
         axis: Axis | None = None,
         batch_axis: Axis = (),
@@ -108,6 +89,8 @@ class Engine:
           new_drafts: (B) -> the proposer's state: arrays with B rows, or for a draft model's cache a
             PagedKVCache of the same pages with any page table. None for a proposer without state.
           draft_forward: the draft model's function, where new_drafts gives its cache.
+          scorer: the value model of requests with `guidance`, whose top_k is at most limits.num_guided;
+            the last features must have filters. Steps without such requests do not use it. Not on a mesh.
           mesh, axis, batch_axis: as in `make_decode_step`; batch_axis must divide buckets.rows. Weights and
             caches given on the mesh stay as they are split there (pages themselves must not be); everything
             else is whole on each of its devices.
@@ -121,20 +104,27 @@ class Engine:
         self._max_waiting = max_waiting
         self._tree: Tree = ROOT if proposer is None else proposer.tree
         self._weights = weights if proposer is None else (weights, draft_weights)
+        self._value_weights = None if scorer is None else scorer.weights
+        if scorer is not None and mesh is not None:
+            raise ValueError(
+                "scorer and mesh are given, allowed is one of them: guided steps are on one device"
+            )
         if mesh is None and axis is not None:
             raise ValueError(f"axis is {axis!r}, but there is no mesh: an engine makes programs of its own")
         if mesh is not None:
             for size in buckets.rows:
                 check_rows(mesh, size, batch_axis)
             mesh = auto_mesh(mesh)
-        self._scheduler = Scheduler(limits, buckets, num_pages, page_size, width)
-        self._intake = Intake(limits, buckets, grammars, num_pages, self._scheduler.pages_needed)
+        self._scheduler = Scheduler(limits, buckets, num_pages, page_size, width, scorer is not None)
+        gamma = None if scorer is None else scorer.gamma
+        self._intake = Intake(limits, buckets, grammars, num_pages, self._scheduler.pages_needed, gamma)
         num_slots = buckets.rows[-1]
         table = jnp.full((num_slots, buckets.lengths[-1] // page_size), -1, jnp.int32)
         self._state = slots.EngineState(
             requests=empty_requests(limits, num_slots),
             cache=new_cache(num_pages, page_size, table),
             drafts=() if new_drafts is None else new_drafts(num_slots),
+            values=() if scorer is None else init_guided(scorer.new_cache(num_pages, page_size, table)),
         )
         if mesh is not None:
             self._weights, self._state = on_mesh((self._weights, self._state), mesh)
@@ -153,6 +143,7 @@ class Engine:
                     proposer=proposer,
                     verify=verify,
                     draft_forward=draft_forward,
+                    scorer=scorer,
                     mesh=mesh,
                     axis=axis,
                     batch_axis=batch_axis,
@@ -180,19 +171,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        seats, totals = self._scheduler.seats, self._scheduler.totals
-        return EngineStats(
-            num_waiting=self._num_waiting,
-            num_seated=seats.num_slots - seats.num_free,
-            num_slots=seats.num_slots,
-            num_free_pages=seats.pool.num_free,
-            num_pages=seats.pool.holders.size,
-            num_tokens=totals.tokens,
-            num_windows=totals.windows,
-            num_drafted=totals.drafted,
-            num_accepted=totals.accepted,
-            num_preempted=totals.preempted,
-        )
+        return self._scheduler.stats(self._num_waiting)
 
     def submit(self, request: Request) -> Stream:
         """Queue a request.
@@ -235,7 +214,8 @@ class Engine:
 
         Args:
           stream: of `submit`.
-          params: the arguments of `make_params` that change; the others, and the seed, stay. n cannot change.
+          params: the arguments of `make_params` that change; the others, the seed and the guidance stay. n
+            cannot change. A greedy request is not guided; one that is guided from then on is prefilled anew.
 
         Raises:
           ValueError, TypeError: as `submit`, or a stream of another engine; nothing has changed then.
@@ -319,8 +299,12 @@ class Engine:
         if plan.updates is not None:
             self._state = programs["update", len(plan.updates)](self._state, plan.updates)
         if plan.prefill is not None:
-            name = ("prefill", *plan.prefill.shape, plan.prefill_length)
-            self._state = programs[name](weights, self._state, plan.prefill)
+            record, length = plan.prefill
+            self._state = programs["prefill", *record.shape, length](weights, self._state, record)
+        if plan.prefill_values is not None:
+            record, length = plan.prefill_values
+            program = programs["prefill values", *record.shape, length]
+            self._state = program(self._value_weights, self._state, record)
         if plan.copies is not None:
             self._state = programs[("copy pages",)](self._state, plan.copies)
         if not len(plan.slots):
@@ -329,16 +313,22 @@ class Engine:
         if plan.masked:
             self._begun = plan, programs["look ahead", *shape](weights, self._state, plan.record)
             return True
-        self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
+        if plan.guided:
+            both = weights, self._value_weights
+            self._state, record = programs["guided step", *shape](both, self._state, plan.record)
+        else:
+            self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
         record.copy_to_host_async()
         self._in_flight.append((plan, record))
         return True
 
     def _complete(self, plan: Plan, launched) -> None:
         drafted, ahead = launched
-        program = self._programs["complete", len(plan.record), plan.length]
+        name = "guided complete" if plan.guided else "complete"
+        program = self._programs[name, len(plan.record), plan.length]
+        weights = (self._weights, self._value_weights) if plan.guided else self._weights
         masks = self._masks(plan, drafted)
-        self._state, record = program(self._weights, self._state, plan.record, drafted, ahead, masks)
+        self._state, record = program(weights, self._state, plan.record, drafted, ahead, masks)
         record.copy_to_host_async()
         self._in_flight.append((plan, record))
 

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsample.decode import check_given, check_slots, commit_tokens, judge_target, step_parts, take_verdict
+from jaxsample.decode import (
+    StepParts,
+    check_given,
+    check_slots,
+    commit_tokens,
+    judge_target,
+    step_parts,
+    take_verdict,
+)
 from jaxsample.draft import ROOT, Draft, Tree
 from jaxsample.guidance import Shortlist, ends_row, guided_target, shortlist
 from jaxsample.guidance_modes import guide
@@ -50,6 +58,23 @@ class GuidedState:
     guidance: Guidance
     cache: Cache
     length: jax.Array
+
+
+class Scorer(NamedTuple):
+    """A value model as an engine takes it.
+
+    Fields:
+      forward, value: its two functions, see the module's text. weights: theirs.
+      new_cache: (num_pages, page_size, page_table i32[B, P]) -> PagedKVCache, of `init_paged_cache`: the same
+        pages as the guided model's, read through its page table.
+      gamma: the discount it was trained with, for requests that do not name one.
+    """
+
+    forward: Callable[..., Any]
+    value: Callable[..., Any]
+    weights: Any
+    new_cache: Callable[[int, int, Any], Any]
+    gamma: float = 0.997
 
 
 class CatchUp(NamedTuple):
@@ -149,15 +174,10 @@ def make_guided_step(
     Raises:
       ValueError: features that have no candidates or too few; a chunk that is empty.
     """
-    if not features.filters or features.num_candidates < limits.num_guided:
-        raise ValueError(
-            f"features have tier {features.tier!r} and num_candidates {features.num_candidates}, guidance "
-            f"needs 'filtered' or 'full' and at least num_guided = {limits.num_guided}"
-        )
     if catch_up is not None and (catch_up.num_rows < 1 or catch_up.num_tokens < 1):
         raise ValueError(f"catch_up is {catch_up}, allowed are a row and a token or more")
-    tree: Tree = ROOT if proposer is None else proposer.tree
-    parts = step_parts(forward, unembed, limits, features, proposer, verify)
+    models = forward, unembed, value_forward, value
+    parts = guided_parts(*models, limits, features, proposer, verify)
 
     def step(
         weights,
@@ -173,10 +193,48 @@ def make_guided_step(
         if catch_up is not None:
             with jax.named_scope("catch_up"):
                 values = _catch_up(value_forward, value_weights, requests, values, catch_up)
-        waits = _num_behind(requests, values) > 0
-        going = dataclasses.replace(requests, status=jnp.where(waits, IDLE, requests.status))
-        drafted = parts.propose(weights, going, cache)
-        ahead = parts.forward(weights, going, cache, drafted)
+        both = (weights, value_weights), requests, (cache, values)
+        requests, (cache, values), record = parts.step(*both, allowed, transform_args)
+        return requests, cache, values, record
+
+    return jax.jit(step, donate_argnums=(2, 3, 4))
+
+
+def guided_parts(
+    forward: Callable[..., Any],
+    unembed: Callable[..., Any],
+    value_forward: Callable[..., Any],
+    value: Callable[..., Any],
+    limits: Limits,
+    features: Features,
+    proposer: Proposer | None,
+    verify: Callable[..., Verdict],
+) -> StepParts:
+    """The guided step's `StepParts`; the first two do not use the value model.
+
+    Weights are pairs (the model's, the value model's), caches pairs (the model's, GuidedState), where the
+    first of each is what `step_parts` takes.
+
+    Raises:
+      ValueError: features that have no candidates or too few.
+    """
+    if not features.filters or features.num_candidates < limits.num_guided:
+        raise ValueError(
+            f"features have tier {features.tier!r} and num_candidates {features.num_candidates}, guidance "
+            f"needs 'filtered' or 'full' and at least num_guided = {limits.num_guided}"
+        )
+    tree: Tree = ROOT if proposer is None else proposer.tree
+    parts = step_parts(forward, unembed, limits, features, proposer, verify)
+
+    def propose(weights, requests: Requests, caches):
+        return parts.propose(weights[0], _going(requests, caches[1]), caches[0])
+
+    def forward_pass(weights, requests: Requests, caches, drafted):
+        return parts.forward(weights[0], _going(requests, caches[1]), caches[0], drafted)
+
+    def tail(weights, requests: Requests, caches, drafted, ahead, allowed, transform_args):
+        (weights, value_weights), (cache, values) = weights, caches
+        waits, going = _num_behind(requests, values) > 0, _going(requests, values)
         draft = drafted[0]
         with jax.named_scope("sample"):
             target = node_target(
@@ -210,9 +268,15 @@ def make_guided_step(
             kept = commit(values.cache, staged, values.length, path, count)
             values = GuidedState(values.guidance, kept, values.length + count)
         requests, cache, record = take_verdict(proposer, weights, going, cache, drafted, ahead, judged)
-        return requests, cache, values, record
+        return requests, (cache, values), record
 
-    return jax.jit(step, donate_argnums=(2, 3, 4))
+    return StepParts(propose, forward_pass, tail)
+
+
+def _going(requests: Requests, values: GuidedState) -> Requests:
+    """The requests, those that wait for their value cache being idle."""
+    waits = _num_behind(requests, values) > 0
+    return dataclasses.replace(requests, status=jnp.where(waits, IDLE, requests.status))
 
 
 def _num_behind(requests: Requests, values: GuidedState):

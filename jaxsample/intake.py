@@ -13,7 +13,8 @@ import numpy as np
 from jaxsample.admission import make_params
 from jaxsample.buckets import Buckets
 from jaxsample.grammar import Matcher
-from jaxsample.params import Limits, required_features
+from jaxsample.guidance_rows import Guidance, make_guidance
+from jaxsample.params import Limits, SamplingParams, required_features
 from jaxsample.staging import pack_rows
 
 
@@ -25,11 +26,13 @@ class Request:
       prompt: token ids, 1 ... S.
       params: arguments of `make_params` by name; n samples are made.
       grammar: makes a Matcher, one for each sample; None for no grammar.
+      guidance: arguments of `make_guidance` by name, in an engine with a value model; None for no guidance.
     """
 
     prompt: Sequence[int]
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grammar: Callable[[], Matcher] | None = None
+    guidance: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Accepted:
     Fields:
       request: the same, its prompt an array and its seed settled.
       prompt: i32[T].
-      words: i32[n, W], parameters and stop rule of each sample, packed.
+      words: i32[n, W], parameters, stop rule and, with a value model, guidance of each sample, packed.
       level: index of the features it needs.
       num_logprobs: top logprobs asked for; -1 for none.
       ends: the ids that end it.
@@ -63,9 +66,16 @@ class Intake:
         grammars: bool,
         num_pages: int,
         pages_needed: Callable[[int, int, int], int],
+        gamma: float | None = None,
     ):
-        """pages_needed: (tokens of the prompt, samples, max_tokens) -> pages it cannot do without."""
-        self._limits, self._buckets, self._grammars = limits, buckets, grammars
+        """Keep them.
+
+        Args:
+          limits, buckets, grammars, num_pages: as `Engine`.
+          pages_needed: (tokens of the prompt, samples, max_tokens) -> pages it cannot do without.
+          gamma: the value model's; None: there is none.
+        """
+        self._limits, self._buckets, self._grammars, self._gamma = limits, buckets, grammars, gamma
         self._num_pages, self._pages_needed = num_pages, pages_needed
 
     def accept(self, request: Request) -> Accepted:
@@ -85,6 +95,7 @@ class Intake:
         limits, most = self._limits, self._buckets.features[-1]
         prompt = _checked_prompt(request.prompt, limits)
         rows, stop = make_params(limits, prompt_length=len(prompt), **params)
+        guidance = self._guidance(rows, request.guidance)
         needed = required_features(
             rows,
             stop,
@@ -109,11 +120,24 @@ class Intake:
         return Accepted(
             request=dataclasses.replace(request, prompt=prompt, params=params),
             prompt=prompt,
-            words=pack_rows((rows, stop)),
+            words=pack_rows((rows, stop, guidance)),
             level=level,
             num_logprobs=num_logprobs,
             ends=_ends(params),
         )
+
+    def _guidance(self, rows: SamplingParams, words: Mapping[str, Any] | None) -> Guidance | tuple[()]:
+        if words is not None and not isinstance(words, Mapping):
+            raise ValueError(
+                f"guidance is {words!r}, allowed are None and arguments of `make_guidance` by name"
+            )
+        if self._gamma is not None:
+            return make_guidance(self._limits, rows, **({"gamma": self._gamma, **words} if words else {}))
+        if words:
+            raise ValueError(
+                f"guidance is {words!r}, allowed is None: the engine was made without a value model"
+            )
+        return ()
 
 
 def _ends(params: Mapping[str, Any]) -> frozenset[int]:

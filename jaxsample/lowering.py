@@ -19,6 +19,7 @@ from jaxsample import slots
 from jaxsample.buckets import Buckets, Name
 from jaxsample.decode import StepParts, step_parts
 from jaxsample.draft import ROOT
+from jaxsample.guided import Scorer, guided_parts
 from jaxsample.paged import PagedKVCache
 from jaxsample.params import Limits
 from jaxsample.propose import Proposer
@@ -39,6 +40,7 @@ def lower_programs(
     proposer: Proposer | None,
     verify: Callable[..., Any],
     draft_forward: Callable[..., Any] | None,
+    scorer: Scorer | None = None,
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
@@ -52,8 +54,14 @@ def lower_programs(
         ("look ahead", b, S)(weights, state, plan) -> (drafted, ahead)
         ("complete", b, S)(weights, state, plan, drafted, ahead, masks) -> (state, record)
 
+    With a value model also, with pairs (weights, the value model's) as weights:
+
+        ("prefill values", p, 3 + N, S)(the value model's weights, state, record) -> state
+        ("guided step", b, S)(weights, state, plan) -> (state, record)
+        ("guided complete", b, S)(weights, state, plan, drafted, ahead, masks) -> (state, record)
+
     Args: as `Engine`; weights and state as they will be passed, on a mesh of Auto axes or without one. The
-      last two programs exist with grammars only, and have the stages of the last features.
+      programs of grammars exist with these only; they and guided steps have the stages of the last features.
     """
     num_slots, pages_per_row = state.cache.page_table.shape
     has_proposer = proposer is not None
@@ -67,6 +75,11 @@ def lower_programs(
     parts = [step_parts(forward, unembed, limits, x, proposer, verify, *placed) for x in buckets.features]
     if mesh is not None:
         parts = [_with_whole_state(part, mesh) for part in parts]
+    guided = all_weights = None
+    if scorer is not None:
+        last = limits, buckets.features[-1], proposer, verify
+        guided = guided_parts(forward, unembed, scorer.forward, scorer.value, *last)
+        all_weights = weights, scorer.weights
     programs: dict[Name, Callable[[], Any]] = {}
 
     def add(name: Name, function: Callable[..., Any], donated: tuple[int, ...], out: Any, *arguments):
@@ -78,7 +91,7 @@ def lower_programs(
 
     told = None if mesh is None else (kept, whole)
 
-    width = pack_rows(slots.blank_updates(limits, pages_per_row, 1)).shape[1]
+    width = pack_rows(slots.blank_updates(limits, pages_per_row, 1, scorer is not None)).shape[1]
     for size in buckets.updates:
         update = functools.partial(slots.update, limits=limits)
         add(("update", size), update, (0,), kept, state, integers(size, width))
@@ -89,14 +102,21 @@ def lower_programs(
             chunk = functools.partial(slots.prefill, forward, draft_forward, has_proposer, num_pages)
             record = integers(prompts, 3 + tokens)
             add(("prefill", *record.shape, length), chunk, (1,), kept, weights, state, record)
+            if scorer is not None:
+                name = ("prefill values", *record.shape, length)
+                chunk = functools.partial(slots.prefill_values, scorer.forward, num_pages)
+                add(name, chunk, (1,), kept, scorer.weights, state, record)
         for size in buckets.rows:
             plan = integers(size, 3)
             for level, part in enumerate(parts):
-                step = functools.partial(slots.step, part, has_proposer, num_pages)
+                step = functools.partial(slots.step, part, has_proposer, False, num_pages)
                 add(("step", size, length, level), step, (1,), told, weights, state, plan)
+            if guided is not None:
+                step = functools.partial(slots.step, guided, has_proposer, True, num_pages)
+                add(("guided step", size, length), step, (1,), told, all_weights, state, plan)
             if grammars:
-                first = functools.partial(slots.look_ahead, parts[-1], has_proposer, num_pages)
-                last = functools.partial(slots.complete, parts[-1], has_proposer, num_pages)
+                first = functools.partial(slots.look_ahead, parts[-1], has_proposer, False, num_pages)
+                last = functools.partial(slots.complete, parts[-1], has_proposer, False, num_pages)
                 found = jax.eval_shape(first, weights, state, plan)
                 nodes = () if num_nodes == 1 else (num_nodes,)
                 masks = jax.ShapeDtypeStruct((size, *nodes, limits.num_words), jnp.uint32, sharding=whole)
@@ -106,6 +126,10 @@ def lower_programs(
                     found = jax.tree.map(_laid_out, found, between)
                 add(("look ahead", size, length), first, (), between, weights, state, plan)
                 add(("complete", size, length), last, (1,), told, weights, state, plan, *found, masks)
+                if guided is not None:
+                    last = functools.partial(slots.complete, guided, has_proposer, True, num_pages)
+                    arguments = all_weights, state, plan, *found, masks
+                    add(("guided complete", size, length), last, (1,), told, *arguments)
     return programs
 
 

@@ -6,10 +6,12 @@ pages run out, the youngest gives up its own and goes on later with the same tok
 
 import dataclasses
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxsample.buckets import Buckets, smallest
+from jaxsample.counts import EngineStats, Totals
 from jaxsample.params import Limits
 from jaxsample.record import columns_of
 from jaxsample.requests import CANCELLED, ERROR, RUNNING
@@ -19,23 +21,30 @@ from jaxsample.streams import Sample
 _BAD_ROW = "the logits held NaN or infinity, or no token was left to draw"
 
 
+class Chunk(NamedTuple):
+    """Known tokens of some slots: record i32[p, 3 + N], and the bucket of lengths they end in."""
+
+    record: np.ndarray
+    length: int
+
+
 @dataclasses.dataclass
 class Plan:
     """What the device is to do next, in this order; None where there is nothing.
 
     Fields:
       updates: i32[n, R], an Update packed.
-      prefill: i32[p, 3 + N] for `slots.prefill`. prefill_length: its bucket of lengths.
+      prefill: Chunk for `slots.prefill`. prefill_values: for `slots.prefill_values`.
       copies: i32[B, 2], pages to copy.
       slots: i32[k], the slots of the step, k = 0 for no step. record: i32[b, 3], for the device.
       generations: i64[k], who held them.
-      length, level: the step's bucket of lengths and index of features, the last where masked.
-      masked: whether a slot has a grammar.
+      length, level: the step's bucket of lengths and index of features, the last where masked or guided.
+      masked: whether a slot has a grammar. guided: whether a value model guides one.
     """
 
     updates: np.ndarray | None
-    prefill: np.ndarray | None
-    prefill_length: int
+    prefill: Chunk | None
+    prefill_values: Chunk | None
     copies: np.ndarray | None
     slots: np.ndarray
     record: np.ndarray
@@ -43,22 +52,7 @@ class Plan:
     length: int
     level: int
     masked: bool
-
-
-@dataclasses.dataclass
-class Totals:
-    """Counts since the engine was made.
-
-    Fields:
-      tokens: emitted. windows: row steps that emitted. drafted, accepted: proposals.
-      preempted: times a sample had to give up its slot.
-    """
-
-    tokens: int = 0
-    windows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    preempted: int = 0
+    guided: bool
 
 
 class Scheduler:
@@ -68,14 +62,23 @@ class Scheduler:
       seats: Seats. totals: Totals.
     """
 
-    def __init__(self, limits: Limits, buckets: Buckets, num_pages: int, page_size: int, step_width: int):
-        """step_width: M, the most tokens a step emits; at most page_size."""
+    def __init__(
+        self,
+        limits: Limits,
+        buckets: Buckets,
+        num_pages: int,
+        page_size: int,
+        step_width: int,
+        has_values: bool = False,
+    ):
+        """step_width: M, the most tokens a step emits; at most page_size. has_values: with a value model."""
         self._limits, self._buckets = limits, buckets
         self._columns = [
             [_as_slice(columns) for columns in columns_of(step_width, x.num_logprobs)]
             for x in buckets.features
         ]
-        # A step is launched before the last one is known: two steps' writes must have room.
+        # A step is launched before the last one is known: two steps' writes must have room. A value model's
+        # cache is a token ahead.
         self.seats = Seats(
             limits,
             buckets.rows[-1],
@@ -83,15 +86,33 @@ class Scheduler:
             page_size,
             num_pages,
             buckets.features[-1].num_logprobs,
-            ahead=2 * step_width,
+            ahead=2 * step_width + has_values,
+            has_values=has_values,
         )
         self.totals = Totals()
         self._queue: list[tuple[int, Ticket]] = []  # a heap by order of arrival
         self._committed: dict[int, int] = {}  # first slot of a ticket -> tokens committed, until all are
+        self._valued: dict[int, int] = {}  # likewise in the value model's cache, of tickets that are guided
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    def stats(self, num_waiting: int) -> EngineStats:
+        """The counts, with those waiting whom the scheduler has not been given yet."""
+        seats, totals = self.seats, self.totals
+        return EngineStats(
+            num_waiting=num_waiting,
+            num_seated=seats.num_slots - seats.num_free,
+            num_slots=seats.num_slots,
+            num_free_pages=seats.pool.num_free,
+            num_pages=seats.pool.holders.size,
+            num_tokens=totals.tokens,
+            num_windows=totals.windows,
+            num_drafted=totals.drafted,
+            num_accepted=totals.accepted,
+            num_preempted=totals.preempted,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +153,10 @@ class Scheduler:
     def change(self, sample: Sample, words: np.ndarray, level: int) -> None:
         """Give a sample other parameters: i32[W], packed."""
         slot = sample.slot
+        if slot is not None and self.seats.guides(words) and not self.seats.guided[slot]:
+            # The value model's cache lacks its tokens: it begins anew.
+            self._preempt(slot)
+            slot = None
         if slot is not None:
             self.seats.change(slot, words, level)
             return
@@ -156,6 +181,7 @@ class Scheduler:
                 sample.leave_seat(ERROR, error)
         self._queue.clear()
         self._committed.clear()
+        self._valued.clear()
 
     # --- before a step --------------------------------------------------------------------------------------
 
@@ -165,7 +191,7 @@ class Scheduler:
         grown = self._make_room()
         added = seats.grow(grown) if len(grown) else None
         self._admit()
-        prefill, prefill_length = self._prefill()
+        prefill, values = self._prefill(self._committed, 1), self._prefill(self._valued, 0)
         copies = self._begin()
         rows = seats.rows()
         record = np.full((buckets.rows[smallest(buckets.rows, len(rows.slots))], 3), -1, np.int32)
@@ -176,14 +202,15 @@ class Scheduler:
         return Plan(
             updates=seats.take_changes(buckets.updates),
             prefill=prefill,
-            prefill_length=prefill_length,
+            prefill_values=values,
             copies=copies,
             slots=rows.slots,
             record=record,
             generations=rows.generations,
             length=self._length_for(rows.num_pages),
-            level=len(buckets.features) - 1 if rows.masked else rows.level,
+            level=len(buckets.features) - 1 if rows.masked or rows.guided else rows.level,
             masked=rows.masked,
+            guided=rows.guided,
         )
 
     def _make_room(self) -> np.ndarray:
@@ -206,35 +233,46 @@ class Scheduler:
             if num_samples > seats.num_free or shared + num_samples * own + margin > seats.pool.num_free:
                 return
             heapq.heappop(self._queue)
-            self._committed[seats.seat(ticket)[0]] = 0
+            taken = seats.seat(ticket)
+            self._committed[taken[0]] = 0
+            if seats.guided[taken].any():
+                self._valued[taken[0]] = 0
 
-    def _prefill(self) -> tuple[np.ndarray | None, int]:
-        """The next chunk of the prompts that are not committed, oldest first, and its bucket of lengths."""
+    def _prefill(self, committed: dict[int, int], num_left: int) -> Chunk | None:
+        """The next chunk of the prompts that are not committed, oldest first.
+
+        Args:
+          committed: first slot of a ticket -> tokens that are; brought up to date.
+          num_left: last tokens that stay: 1 for the model, whose step takes it; 0 for the value model.
+        """
         seats, shapes = self.seats, self._buckets.prefill
-        left = {slot: len(seats.ticket_at(slot).tokens) - 1 - done for slot, done in self._committed.items()}
+        left = {s: len(seats.ticket_at(s).tokens) - num_left - done for s, done in committed.items()}
         unfinished = [slot for slot, count in left.items() if count > 0]
         if not unfinished:
-            return None, 0
+            return None
         widths = [width for _, width in shapes]
         num_prompts, width = shapes[min(smallest(widths, left[unfinished[0]]), len(shapes) - 1)]
         record = np.zeros((num_prompts, 3 + width), np.int32)
         record[:, 0] = seats.num_slots
         furthest = 0
         for row, slot in zip(record, unfinished, strict=False):
-            start, count = self._committed[slot], min(left[slot], width)
+            start, count = committed[slot], min(left[slot], width)
             row[:3] = slot, start, count
             row[3 : 3 + count] = seats.ticket_at(slot).tokens[start : start + count]
-            self._committed[slot] = start + count
+            committed[slot] = start + count
             furthest = max(furthest, start + count)
-        return record, self._length_for(-(-furthest // seats.page_size))
+        return Chunk(record, self._length_for(-(-furthest // seats.page_size)))
 
     def _begin(self) -> np.ndarray | None:
         """Let those run whose prompt is committed; the pages to copy, i32[B, 2]."""
         seats = self.seats
-        done = [s for s, count in self._committed.items() if count == len(seats.ticket_at(s).tokens) - 1]
+        size = lambda slot: len(seats.ticket_at(slot).tokens)
+        done = [s for s, count in self._committed.items() if count == size(s) - 1]
+        done = [s for s in done if self._valued.get(s, size(s)) == size(s)]
         pairs = []
         for slot in done:
             del self._committed[slot]
+            self._valued.pop(slot, None)
             pairs += seats.begin(seats.ticket_at(slot))
         if not pairs:
             return None
@@ -258,6 +296,7 @@ class Scheduler:
         slots = ticket.slots
         for taken in slots:
             self._committed.pop(taken, None)
+            self._valued.pop(taken, None)
             seats.vacate(taken)
         self.add(ticket)
         self.totals.preempted += len(slots)

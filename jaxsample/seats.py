@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxsample.guidance_rows import OFF
 from jaxsample.pages import PagePool
 from jaxsample.params import Limits
 from jaxsample.requests import IDLE
@@ -25,7 +26,7 @@ class Ticket:
 
     Fields:
       samples: one a slot.
-      words: i32[n, W], each sample's parameters and stop rule, packed.
+      words: i32[n, W], each sample's parameters, stop rule and guidance, packed.
       level: index of the features they need.
       tokens: i32[T], the prompt and what was emitted before.
       num_prompt: tokens of the prompt.
@@ -59,7 +60,7 @@ class Rows:
 
     Fields:
       slots: i32[k], rising. generations: i64[k], of each.
-      level: index of features that serve all. masked: whether any has a grammar.
+      level: index of features that serve all. masked: whether any has a grammar. guided: whether any is.
       num_pages: the most pages that any holds.
     """
 
@@ -67,6 +68,7 @@ class Rows:
     generations: np.ndarray
     level: int
     masked: bool
+    guided: bool
     num_pages: int
 
 
@@ -77,6 +79,7 @@ class Seats:
       sample, ticket: who sits in each slot, None for nobody.
       total: i64[B], tokens of each, prompt and emitted, as far as the host knows.
       level: i64[B], index of the features it needs. masked: bool[B], whether it has a grammar.
+      guided: bool[B], whether a value model guides it.
       generation: i64[B], counts how often the slot was vacated.
       running: bool[B], whether steps include it: its prompt is committed.
       held: i64[B], pages in its line of table: i32[B, P], -1 behind.
@@ -93,13 +96,14 @@ class Seats:
         num_pages: int,
         num_logprobs: int,
         ahead: int,
+        has_values: bool,
     ):
-        """ahead: slots that a row may write before the host sees it again."""
+        """ahead: slots that a row may write before the host sees it again. has_values: the value model's."""
         self.num_slots, self.page_size = num_slots, page_size
         self.sample: list[Sample | None] = [None] * num_slots
         self.ticket: list[Ticket | None] = [None] * num_slots
         self.total, self.level, self.generation, self.held = np.zeros((4, num_slots), np.int64)
-        self.running, self.masked = np.zeros((2, num_slots), np.bool_)
+        self.running, self.masked, self.guided = np.zeros((3, num_slots), np.bool_)
         self.limit = np.full(num_slots, _UNLIMITED, np.int64)
         self.table = np.full((num_slots, pages_per_row), -1, np.int32)
         self.pool = PagePool(num_pages)
@@ -113,9 +117,11 @@ class Seats:
         self._changes: dict[
             int, tuple[int, Ticket | None, int]
         ] = {}  # slot -> kind, ticket, row of the ticket
-        blank = blank_updates(limits, pages_per_row, 1)
+        blank = blank_updates(limits, pages_per_row, 1, has_values)
         self._blank = pack_rows(blank)
-        self._num_words = pack_rows((blank.params, blank.stop)).shape[1]
+        self._num_words = pack_rows((blank.params, blank.stop, blank.guidance)).shape[1]
+        # The mode is the first word of guidance, which stands last.
+        self._mode = -pack_rows(blank.guidance).shape[1] if has_values else None
 
     @property
     def num_free(self) -> int:
@@ -135,6 +141,7 @@ class Seats:
                 self.generation[slots],
                 level=int(self.level[slots].max(initial=0)),
                 masked=bool(self.masked[slots].any()),
+                guided=bool(self.guided[slots].any()),
                 num_pages=int(self.held[slots].max(initial=0)),
             )
         return self._rows
@@ -148,6 +155,10 @@ class Seats:
         sample = self.sample[slot]
         assert sample is not None, f"nobody sits in slot {slot}"
         return sample
+
+    def guides(self, words: np.ndarray) -> bool:
+        """Whether a sample with these words, i32[W], is guided."""
+        return self._mode is not None and int(words[self._mode]) != OFF
 
     def youngest(self) -> int:
         """The seated slot that arrived last."""
@@ -197,6 +208,7 @@ class Seats:
             self.table[slot, :shared] = common
             self.table[slot, shared:num_pages] = self.pool.take(own)
             self.masked[slot] = sample.matcher is not None
+            self.guided[slot] = self.guides(ticket.words[row])
             self._changes[slot] = (ADMIT, ticket, row)
             sample.take_seat(self.outputs, slot)
         return ticket.slots
@@ -212,7 +224,8 @@ class Seats:
             self.limit[slot] = self._limit_with[self.held[slot]]
         self._rows = None
         place, begun = divmod(len(ticket.tokens) - 1, self.page_size)
-        if not begun:
+        # The value model's cache holds the last token of the prompt too.
+        if not begun and not self.guided[ticket.slots].any():
             return []
         leader, *others = self.table[ticket.slots, place].tolist()
         return [(leader, other) for other in others]
@@ -223,7 +236,7 @@ class Seats:
         row = ticket.samples.index(self.sample_at(slot))
         ticket.words[row] = words
         ticket.level = max(ticket.level, level)  # it may be seated anew before it runs
-        self.level[slot] = level
+        self.level[slot], self.guided[slot] = level, self.guides(words)
         self._rows = None
         self._changes.setdefault(slot, (CHANGE, ticket, row))
 
@@ -235,7 +248,7 @@ class Seats:
         self.limit[slot] = _UNLIMITED
         self.table[slot] = -1
         self.generation[slot] += 1
-        self.running[slot] = self.masked[slot] = False
+        self.running[slot] = self.masked[slot] = self.guided[slot] = False
         self._rows = None
         self.sample[slot] = self.ticket[slot] = None
         self._free.append(slot)

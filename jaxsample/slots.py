@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample.decode import StepParts, commit_tokens
+from jaxsample.guidance_rows import OFF, neutral_guidance
+from jaxsample.guided import GuidedState
 from jaxsample.paged import PagedKVCache
 from jaxsample.params import PAD, Limits, SamplingParams, StopRule, neutral_params, set_rows
 from jaxsample.requests import IDLE, Requests, admit, release
@@ -33,7 +35,7 @@ class Update:
       num_prompt, num_emitted: i32[n], for ADMIT.
       tokens: i32[n, S + 1], for ADMIT: prompt, then what the request emitted before, PAD behind.
       pages: i32[n, P], for ADMIT: its line of the page table, -1 behind. RELEASE takes all pages away.
-      params, stop: n rows, for ADMIT and CHANGE.
+      params, stop: n rows, for ADMIT and CHANGE. guidance: likewise; () in an engine without a value model.
     """
 
     slot: Any
@@ -44,6 +46,7 @@ class Update:
     pages: Any
     params: SamplingParams
     stop: StopRule
+    guidance: Any
 
 
 @jax.tree_util.register_dataclass
@@ -56,15 +59,17 @@ class EngineState:
       cache: PagedKVCache whose page table has B lines.
       drafts: the proposer's state: a pytree of arrays with B rows, in which a PagedKVCache stands for its
         pages alone and is read through the page table of `cache`. () without a proposer.
+      values: GuidedState of B slots, whose cache stands for its pages alone too. () without a value model.
     """
 
     requests: Requests
     cache: PagedKVCache
     drafts: Any
+    values: Any
 
 
-def blank_updates(limits: Limits, pages_per_row: int, num_rows: int) -> Update:
-    """n rows of padding, as NumPy arrays."""
+def blank_updates(limits: Limits, pages_per_row: int, num_rows: int, is_guided: bool) -> Update:
+    """n rows of padding, as NumPy arrays; is_guided: whether there is a value model."""
     zeros = lambda: np.zeros(num_rows, np.int32)
     params, stop = neutral_params(limits, num_rows)
     return Update(
@@ -76,11 +81,14 @@ def blank_updates(limits: Limits, pages_per_row: int, num_rows: int) -> Update:
         pages=np.full((num_rows, pages_per_row), -1, np.int32),
         params=params,
         stop=stop,
+        guidance=neutral_guidance(num_rows) if is_guided else (),
     )
 
 
 def update(state: EngineState, record, *, limits: Limits) -> EngineState:
     """Admit, change and release any number of requests in one write.
+
+    A guided request's value cache counts as filled with all its tokens: it runs when that is so.
 
     Args:
       state: EngineState.
@@ -89,7 +97,8 @@ def update(state: EngineState, record, *, limits: Limits) -> EngineState:
     """
     requests, cache = state.requests, state.cache
     num_slots = requests.status.shape[0]
-    new: Update = unpack_rows(record, blank_updates(limits, cache.page_table.shape[1], 1))
+    is_guided = isinstance(state.values, GuidedState)
+    new: Update = unpack_rows(record, blank_updates(limits, cache.page_table.shape[1], 1, is_guided))
 
     def at(*kinds: int):
         return jnp.where(jnp.isin(new.kind, jnp.asarray(kinds, jnp.int32)), new.slot, num_slots)
@@ -105,11 +114,16 @@ def update(state: EngineState, record, *, limits: Limits) -> EngineState:
         params=set_rows(requests.params, changed, new.params),
         stop=set_rows(requests.stop, changed, new.stop),
     )
-    return EngineState(requests, dataclasses.replace(cache, page_table=table), state.drafts)
+    values = state.values
+    if is_guided:
+        tokens = jnp.where(new.guidance.mode == OFF, 0, new.num_prompt + new.num_emitted)
+        guidance = set_rows(values.guidance, at(ADMIT, CHANGE), new.guidance)
+        values = GuidedState(guidance, values.cache, set_rows(values.length, admitted, tokens))
+    return EngineState(requests, dataclasses.replace(cache, page_table=table), state.drafts, values)
 
 
 def copy_pages(state: EngineState, pairs) -> EngineState:
-    """Copy whole pages, of the model's cache and of every cache of the proposer.
+    """Copy whole pages, of the model's cache, of every cache of the proposer and of the value model's.
 
     Args:
       state: EngineState.
@@ -128,8 +142,8 @@ def copy_pages(state: EngineState, pairs) -> EngineState:
             value_scales=None if cache.value_scales is None else move(cache.value_scales),
         )
 
-    drafts = _map_state(state.drafts, copied, lambda leaf: leaf)
-    return EngineState(state.requests, copied(state.cache), drafts)
+    drafts, values = (_map_state(x, copied, lambda leaf: leaf) for x in (state.drafts, state.values))
+    return EngineState(state.requests, copied(state.cache), drafts, values)
 
 
 def prefill(
@@ -162,21 +176,42 @@ def prefill(
         view = dataclasses.replace(drafts, page_table=table)
         view = commit_tokens(draft_forward, weights[1], view, tokens, lengths, counts)
         drafts = dataclasses.replace(view, page_table=drafts.page_table)
-    return EngineState(state.requests, dataclasses.replace(cache, page_table=state.cache.page_table), drafts)
+    cache = dataclasses.replace(cache, page_table=state.cache.page_table)
+    return EngineState(state.requests, cache, drafts, state.values)
 
 
-def look_ahead(parts: StepParts, has_proposer: bool, num_pages: int, weights, state: EngineState, plan):
+def prefill_values(
+    forward: Callable[..., Any], num_pages: int, weights, state: EngineState, record
+) -> EngineState:
+    """Commit a chunk of known tokens for n slots in the value model's cache.
+
+    Args:
+      forward, weights: the value model's.
+      num_pages, state, record: as `prefill`.
+    """
+    slots, lengths, counts, tokens = record[:, 0], record[:, 1], record[:, 2], record[:, 3:]
+    cache = state.values.cache
+    view = dataclasses.replace(cache, page_table=_lines(state.cache.page_table, slots, num_pages))
+    view = commit_tokens(forward, weights, view, tokens, lengths, counts)
+    kept = dataclasses.replace(view, page_table=cache.page_table)
+    return dataclasses.replace(state, values=dataclasses.replace(state.values, cache=kept))
+
+
+def look_ahead(
+    parts: StepParts, has_proposer: bool, is_guided: bool, num_pages: int, weights, state: EngineState, plan
+):
     """The part of a step that needs no mask: (drafted, ahead) for the slots of a plan.
 
     Args:
-      parts: from `decode.step_parts`.
+      parts: from `decode.step_parts`, or `guided.guided_parts` where is_guided.
       has_proposer: whether the state holds drafts.
+      is_guided: whether the step uses the value model.
       num_pages: pages of each row to attend to.
       weights: as the parts want them.
       state: EngineState; not changed.
       plan: i32[b, 3]: slot, place in its line of the page table, page to put there; place -1 puts none.
     """
-    requests, cache = _view(has_proposer, num_pages, state, plan)
+    requests, cache = _view(has_proposer, is_guided, num_pages, state, plan)
     drafted = parts.propose(weights, requests, cache)
     return drafted, parts.forward(weights, requests, cache, drafted)
 
@@ -184,6 +219,7 @@ def look_ahead(parts: StepParts, has_proposer: bool, num_pages: int, weights, st
 def complete(
     parts: StepParts,
     has_proposer: bool,
+    is_guided: bool,
     num_pages: int,
     weights,
     state: EngineState,
@@ -199,8 +235,13 @@ def complete(
       arguments for the transforms.
     """
     slots = plan[:, 0]
-    requests, view = _view(has_proposer, num_pages, state, plan)
+    requests, view = _view(has_proposer, is_guided, num_pages, state, plan)
     requests, view, record = parts.tail(weights, requests, view, drafted, ahead, allowed, transform_args)
+    values = state.values
+    if is_guided:
+        view, own = view
+        cache = dataclasses.replace(own.cache, page_table=values.cache.page_table)
+        values = GuidedState(values.guidance, cache, set_rows(values.length, slots, own.length))
     view, drafts = view if has_proposer else (view, ())
     # Parameters and stop rules do not change in a step: they are not written back.
     old = state.requests
@@ -210,29 +251,36 @@ def complete(
         requests=dataclasses.replace(moved, params=old.params, stop=old.stop),
         cache=dataclasses.replace(view, page_table=_with_pages(state.cache.page_table, plan)),
         drafts=_put_drafts(state.drafts, drafts, slots),
+        values=values,
     ), record
 
 
 def step(
-    parts: StepParts, has_proposer: bool, num_pages: int, weights, state: EngineState, plan, transform_args=()
+    parts: StepParts,
+    has_proposer: bool,
+    is_guided: bool,
+    num_pages: int,
+    weights,
+    state: EngineState,
+    plan,
+    transform_args=(),
 ):
     """A whole step without grammar masks: `look_ahead`, then `complete`."""
-    drafted, ahead = look_ahead(parts, has_proposer, num_pages, weights, state, plan)
-    arguments = (plan, drafted, ahead, None, transform_args)
-    return complete(parts, has_proposer, num_pages, weights, state, *arguments)
+    bound = parts, has_proposer, is_guided, num_pages, weights, state, plan
+    return complete(*bound, *look_ahead(*bound), None, transform_args)
 
 
-def _view(has_proposer: bool, num_pages: int, state: EngineState, plan):
-    """Requests and cache (or the pair with the proposer's state) of the plan's slots, b rows."""
+def _view(has_proposer: bool, is_guided: bool, num_pages: int, state: EngineState, plan):
+    """Requests and caches, as the parts of a step take them, of the plan's slots, b rows."""
     slots = plan[:, 0]
     requests = _rows(state.requests, slots)
     inside = (slots >= 0) & (slots < state.requests.status.shape[0])
     requests = dataclasses.replace(requests, status=jnp.where(inside, requests.status, IDLE))
     table = _lines(_with_pages(state.cache.page_table, plan), slots, num_pages)
     view = lambda cache: dataclasses.replace(cache, page_table=table)
-    if not has_proposer:
-        return requests, view(state.cache)
-    return requests, (view(state.cache), _map_state(state.drafts, view, lambda leaf: _rows(leaf, slots)))
+    of_slots = lambda state: _map_state(state, view, lambda leaf: _rows(leaf, slots))
+    caches = (view(state.cache), of_slots(state.drafts)) if has_proposer else view(state.cache)
+    return requests, (caches, of_slots(state.values)) if is_guided else caches
 
 
 def _with_pages(table, plan):

@@ -13,8 +13,10 @@ import jax
 
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
 from models.fetch import cache_folder, fetch_smollm2
+from models.guiding import WORDS, fit_vocabulary
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
+from models.load_value import ValueModel, load_value_model
 from models.presets import PRESETS, preset
 from models.random_weights import random_weights
 from models.speculation import VERIFIERS, Speculation
@@ -55,26 +57,53 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_guidance_flags(parser: argparse.ArgumentParser) -> None:
-    """--guide, a value model, and what `guidance_words` reads: flags named like make_guidance's arguments."""
+    """The flags that `load_guide` and `guidance_defaults` read, named like make_guidance's arguments."""
     flags = parser.add_argument_group("guidance")
-    flags.add_argument("--guide", type=pathlib.Path, metavar="PATH", help="folder of a value model")
-    for name, choices in (("mode", MODES), ("constraint", CONSTRAINTS), ("length-mode", LENGTH_MODES)):
-        flags.add_argument(f"--guide-{name}", choices=tuple(choices))
-    for name in _GUIDANCE_NUMBERS:
-        flags.add_argument(f"--guide-{name.replace('_', '-')}", type=float)
+    flags.add_argument("--guide", type=pathlib.Path, metavar="PATH", help="folder of a value model (LenVM)")
+    flags.add_argument("--guide-mode", choices=tuple(MODES), help="default mul, where there is no target")
+    flags.add_argument("--guide-constraint", choices=tuple(CONSTRAINTS), help="default eq, with a target")
+    flags.add_argument("--guide-length-mode", choices=LENGTH_MODES, help=f"default {LENGTH_MODES[0]}")
+    for name, metavar, meaning in (
+        ("scale", "S", "strength of the mode"),
+        ("target-length", "N", "tokens of the reply, or still to come"),
+        ("target-value", "V", "value of the token chosen, 1 - gamma^length"),
+        ("value-min", "V", "modes change nothing below this mean value"),
+        ("entropy-threshold", "H", "nats up to which candidates are left alone"),
+        ("gamma", "G", "discount of the value model, default its own or 0.997"),
+    ):
+        flags.add_argument(f"--guide-{name}", type=float, metavar=metavar, help=meaning)
 
 
-def guidance_words(options: argparse.Namespace) -> dict[str, Any]:
-    """What the guidance flags say, as arguments of `make_guidance`; ValueError where --guide is missing."""
-    names = ("mode", "constraint", "length_mode", *_GUIDANCE_NUMBERS)
-    given = {name: getattr(options, f"guide_{name}") for name in names}
+def guidance_defaults(options: argparse.Namespace) -> dict[str, Any]:
+    """What the guidance flags say, as the field "guidance" of a request; no field where they say nothing.
+
+    Raises:
+      ValueError: one of them without --guide, or --guide together with --mesh.
+    """
+    if options.guide is not None and options.mesh is not None:
+        raise ValueError(
+            f"--guide and --mesh {options.mesh} are given, allowed is one: guidance is on one device"
+        )
+    given = {name: getattr(options, f"guide_{name}") for name in WORDS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if options.guide is None:
-            raise ValueError(
-                f"--guide-{name.replace('_', '-')} is {value}, which says nothing without --guide"
-            )
-    return given
+            flag = f"--guide-{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {value}, which says nothing without --guide")
+    return {"guidance": given} if given else {}
+
+
+def load_guide(options: argparse.Namespace, model: LoadedModel) -> ValueModel | None:
+    """The value model of --guide for the model's vocabulary, with --guide-gamma as its gamma; None for none.
+
+    Raises:
+      ValueError: what `load_value_model` refuses, or another vocabulary.
+    """
+    if options.guide is None:
+        return None
+    guide = load_value_model(options.guide, jax.numpy.dtype(dtype_of(options)))
+    guide = fit_vocabulary(guide, model.config, model.text, str(options.guide))
+    return guide if options.guide_gamma is None else dataclasses.replace(guide, gamma=options.guide_gamma)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

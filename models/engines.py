@@ -9,14 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsample import Features, Limits, PagedKVCache, init_paged_cache
+from jaxsample import Features, Limits, PagedKVCache, Scorer, init_paged_cache
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.engine import Engine
 from models.decoder import DecoderConfig, Weights, decoder_functions
 from models.generation import LIST_CAPACITIES
+from models.guiding import check_guide
 from models.kernels import kernels_of
+from models.load_value import ValueModel
 from models.placement import DATA, TENSOR, head_sharding, place_model, whole_sharding
 from models.speculation import Speculation, prepare
+from models.value_head import value_functions
 
 _PAGE_SIZE = 16
 _LONG = 512  # slots of a row from which a second, shorter length is worth its programs on a CPU
@@ -32,6 +35,7 @@ class Sizes:
       page_size: slots of a page; 16, or the multiple of it that holds what a step with drafts emits.
       pages: pages of all samples together; enough for every slot to be full.
       max_waiting: requests in the queue; 8 a slot.
+      num_guided: most candidates of a guided request, its top_k; 16. Every row of a guided step has so many.
     """
 
     slots: int | None = None
@@ -39,6 +43,7 @@ class Sizes:
     page_size: int | None = None
     pages: int | None = None
     max_waiting: int | None = None
+    num_guided: int | None = None
 
 
 def build_engine(
@@ -49,6 +54,7 @@ def build_engine(
     speculation: Speculation | None = None,
     filter_order: str = "vllm",
     logprobs_mode: str = "raw",
+    guide: ValueModel | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Engine:
     """Compiles all programs of an engine for a decoder.
@@ -58,12 +64,16 @@ def build_engine(
       sizes: capacities.
       speculation: how to draft and verify; None decodes plainly.
       filter_order, logprobs_mode: as in jaxsample.Features.
+      guide: the value model of guided requests, over the model's vocabulary (`guiding.fit_vocabulary`); None:
+        there are none. Not on a mesh.
       mesh: with the axes "data" and "tensor", see `models.placement`; None: one device.
 
     Raises:
-      ValueError: sizes that do not fit the model or each other, what `speculation.prepare` refuses, or a mesh
-        that does not fit the model.
+      ValueError: sizes that do not fit the model or each other, what `speculation.prepare` refuses, a value
+        model of another vocabulary or on a mesh, or a mesh that does not fit the model.
     """
+    if guide is not None:
+        check_guide(guide, config, mesh)
     num_batches, placed = 1, {}
     if mesh is not None:
         config, weights = place_model(config, weights, mesh)
@@ -73,8 +83,8 @@ def build_engine(
     on_cpu = jax.default_backend() == "cpu"
     num_drafts = 0 if speculation is None else speculation.num_drafts
     settled = _settled(sizes, config, num_drafts, num_batches, on_cpu)
-    slots, max_length, page_size, pages, max_waiting = settled
-    limits = Limits(config.vocab_size, max_length=max_length, **LIST_CAPACITIES)
+    slots, max_length, page_size, pages, max_waiting, num_guided = settled
+    limits = Limits(config.vocab_size, max_length=max_length, num_guided=num_guided, **LIST_CAPACITIES)
     limits = dataclasses.replace(limits, num_logprobs=min(limits.num_logprobs, limits.vocab_size))
     levels = _levels(limits.num_logprobs, on_cpu, filter_order=filter_order, logprobs_mode=logprobs_mode)
     buckets = make_buckets(limits, slots, page_size, levels)
@@ -92,6 +102,8 @@ def build_engine(
             given["new_drafts"] = lambda _: _new_cache(
                 *draft, mesh, pages, page_size, jnp.full(table, -1, jnp.int32)
             )
+    if guide is not None:
+        given["scorer"] = _scorer(guide)
     forward, unembed = decoder_functions(config, kernels=kernels_of(mesh))
     return Engine(
         forward,
@@ -107,6 +119,13 @@ def build_engine(
     )
 
 
+def _scorer(guide: ValueModel) -> Scorer:
+    trunk = guide.weights["trunk"]
+    functions = value_functions(guide.config, kernels=kernels_of())
+    scorer = Scorer(*functions, guide.weights, lambda *layout: _new_cache(guide.config, trunk, None, *layout))
+    return scorer if guide.gamma is None else scorer._replace(gamma=guide.gamma)
+
+
 def _settled(
     sizes: Sizes, config: DecoderConfig, num_drafts: int, num_batches: int, on_cpu: bool
 ) -> tuple[int, ...]:
@@ -120,7 +139,11 @@ def _settled(
         raise ValueError(f"max_length is {max_length}, allowed is 1 ... {config.max_length}")
     page_size = sizes.page_size or _round_up(num_drafts + 1, _PAGE_SIZE)
     pages = sizes.pages or slots * -(-max_length // page_size)
-    return slots, max_length, page_size, pages, sizes.max_waiting or 8 * slots
+    num_guided = sizes.num_guided or min(Limits(config.vocab_size).num_guided, config.vocab_size)
+    most = min(config.vocab_size, Features().num_candidates)
+    if num_guided > most:
+        raise ValueError(f"num_guided is {num_guided}, allowed is 1 ... {most}")
+    return slots, max_length, page_size, pages, sizes.max_waiting or 8 * slots, num_guided
 
 
 def _new_cache(

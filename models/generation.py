@@ -6,7 +6,7 @@ Knows nothing of text, files or command lines.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,16 +15,21 @@ import numpy as np
 from jaxsample import (
     PAD,
     RUNNING,
+    Guidance,
     Limits,
     SamplingParams,
     StopRule,
     make_params,
+    needs_guidance,
+    neutral_guidance,
     neutral_params,
     required_features,
     stack_rows,
     unpack,
 )
 from models.decoder import DecoderConfig, Weights
+from models.guiding import begin_guided, check_guide, guidance_of, guided_limits
+from models.load_value import ValueModel
 from models.placement import DATA, place_model
 from models.programs import Programs, compile_programs, power_of_two
 from models.speculation import Speculation
@@ -37,10 +42,11 @@ LIST_CAPACITIES = {"num_bad_words": 32, "bad_word_length": 16}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and what `jaxsample.make_params` takes by name."""
+    """One prompt and what `jaxsample.make_params` takes by name; guidance: what `make_guidance` takes."""
 
     prompt: list[int]  # token ids, at least one
     params: dict[str, Any]
+    guidance: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +109,7 @@ def generate(
     num_slots: int | None = None,
     max_rows: int = 64,
     speculation: Speculation | None = None,
+    guide: ValueModel | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[list[Reply], Timing]:
     """Runs all requests, up to max_rows rows a batch; all batches use the same compiled programs.
@@ -116,22 +123,30 @@ def generate(
         what the model was made for.
       max_rows: most rows in a batch; a request with n > 1 has n.
       speculation: how to draft and verify; None decodes plainly.
+      guide: the value model of guided requests, over the model's vocabulary (`guiding.fit_vocabulary`); a
+        batch without such requests does not use it. Not on a mesh.
       mesh: with the axes "data" and "tensor", see `models.placement`; None: one device.
 
     Returns:
       One Reply a request, and the times.
 
     Raises:
-      ValueError: an empty prompt, one longer than the cache, what make_params refuses, or a mesh that does
-        not fit the model.
+      ValueError: an empty prompt, one longer than the cache, what make_params and make_guidance refuse, a
+        value model of another vocabulary or on a mesh, or a mesh that does not fit the model.
     """
+    if guide is not None:
+        check_guide(guide, config, mesh)
     limits = _limits(config, requests, num_slots)
-    rows = [_admissible(index, request, limits, len(requests)) for index, request in enumerate(requests)]
-    params, stop = stack_rows(rows)
+    rows = [
+        _admissible(index, request, limits, guide, len(requests)) for index, request in enumerate(requests)
+    ]
+    params, stop, _ = stack_rows(rows)
     features = required_features(
         params, stop, limits=limits, filter_order=filter_order, logprobs_mode=logprobs_mode
     )
-    batches = _batches([len(stop.max_tokens) for _, stop in rows], max_rows)
+    limits = guided_limits(limits, [(params, guidance) for params, _, guidance in rows])
+    batches = _batches([len(stop.max_tokens) for _, stop, _ in rows], max_rows)
+    guided = [any(needs_guidance(rows[index][2]) for index in batch) for batch in batches]
     scored = [_wanted(request.params, "prompt_logprobs") for request in requests]
     num_rows = power_of_two(max(sum(len(rows[index][1].max_tokens) for index in batch) for batch in batches))
     if mesh is not None:
@@ -146,10 +161,12 @@ def generate(
         longest_prompt=max(len(request.prompt) for request in requests),
         num_scored=max(scored),
         speculation=speculation,
+        guide=guide if any(guided) else None,
+        some_plain=not all(guided),
         mesh=mesh,
     )
     timing = Timing(compile=programs.compile_seconds)
-    replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop in rows]
+    replies = [Reply([Sample() for _ in stop.max_tokens], []) for _, stop, _ in rows]
     for batch in batches:
         jobs = [Job(index, requests[index], *rows[index], replies[index]) for index in batch]
         run_batch(programs, weights, jobs, on_tokens, timing)
@@ -164,6 +181,7 @@ class Job:
     request: Request
     params: SamplingParams
     stop: StopRule
+    guidance: Guidance
     reply: Reply
 
 
@@ -178,12 +196,19 @@ def run_batch(
     for row, (job, _) in enumerate(owners):
         lengths[row] = len(job.request.prompt)
         prompts[row, : lengths[row]] = job.request.prompt
-    spare = [neutral_params(limits, num_rows - len(owners))] if len(owners) < num_rows else []
-    params, stop = stack_rows([(job.params, job.stop) for job in jobs] + spare)
+    num_spare = num_rows - len(owners)
+    spare = [(*neutral_params(limits, num_spare), neutral_guidance(num_spare))] if num_spare else []
+    params, stop, guidance = stack_rows([(job.params, job.stop, job.guidance) for job in jobs] + spare)
 
     started = time.perf_counter()
     requests = programs.begin(params, stop, prompts, lengths)
-    cache = _prefill(programs, weights, prompts, lengths, owners)
+    cache: Any = _prefill(programs, weights, prompts, lengths, owners)
+    all_weights: Any = weights if programs.drafting is None else (weights, programs.drafting.weights)
+    step = programs.step
+    if programs.guided is not None and needs_guidance(guidance):
+        step, all_weights = programs.guided.step, (all_weights, programs.guided.weights)
+        cache = cache, begin_guided(programs.guided, guidance, prompts, lengths)
+    assert step is not None, "compiled for guided batches only"
     jax.block_until_ready(cache)
     begun = time.perf_counter()
 
@@ -191,12 +216,11 @@ def run_batch(
     most = max(
         min(int(job.stop.max_tokens[0]), limits.max_length + 1 - len(job.request.prompt)) for job in jobs
     )
-    all_weights = weights if programs.drafting is None else (weights, programs.drafting.weights)
     waiting, num_launched, seen_first = None, 0, False
     while True:
         launched = None
         if num_launched < most:
-            requests, cache, launched = programs.step(all_weights, requests, cache)
+            requests, cache, launched = step(all_weights, requests, cache)
             launched.copy_to_host_async()
             num_launched += 1
         if waiting is not None:
@@ -330,15 +354,19 @@ def _wanted(params: dict[str, Any], name: str) -> int:
 
 
 def _admissible(
-    index: int, request: Request, limits: Limits, num_requests: int
-) -> tuple[SamplingParams, StopRule]:
+    index: int, request: Request, limits: Limits, guide: ValueModel | None, num_requests: int
+) -> tuple[SamplingParams, StopRule, Guidance]:
     try:
         num_tokens = len(request.prompt)
         if num_tokens == 0:
             raise ValueError("the prompt is empty, at least one token is needed")
         if num_tokens > limits.max_length:
             raise ValueError(f"the prompt has {num_tokens} tokens, the cache holds {limits.max_length}")
-        return make_params(limits, prompt_length=num_tokens, **request.params)
+        params, stop = make_params(limits, prompt_length=num_tokens, **request.params)
+        if guide is None and request.guidance:
+            raise ValueError(f"guidance is {request.guidance!r}, allowed is none without a value model")
+        gamma = None if guide is None else guide.gamma
+        return params, stop, guidance_of(limits, params, request.guidance, gamma)
     except (ValueError, TypeError) as error:
         raise ValueError(f"request {index}: {error}" if num_requests > 1 else str(error)) from None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxsample import Limits, make_params
 from models.generation import TokenLogprobs
+from models.guiding import check_words, guidance_of
 from models.text import Text, TokenIds
 
 # What make_params takes by name and a request may therefore hold.
@@ -30,7 +31,7 @@ def read_fields(
     Args:
       line: text, or bytes in UTF-8.
       prompts: which of "prompt", "messages" and "prompt_token_ids" are allowed; a request has one of them.
-      others: names that are allowed beside those of `make_params` and "bad_words".
+      others: names that are allowed beside those of `make_params`, "bad_words" and "guidance".
 
     Raises:
       ValueError: what is wrong with the line.
@@ -65,7 +66,7 @@ def check_fields(
     fields: Mapping[str, Any], prompts: Collection[str], others: Collection[str] = ()
 ) -> dict[str, Any]:
     """The fields of a request with integer keys where token ids are meant; otherwise as `read_fields`."""
-    unknown = sorted(set(fields) - {*PARAMS, *prompts, *others, "bad_words"})
+    unknown = sorted(set(fields) - {*PARAMS, *prompts, *others, "bad_words", "guidance"})
     if unknown:
         raise ValueError(f"unknown keys {', '.join(unknown)}")
     if sum(name in fields for name in prompts) != 1:
@@ -79,6 +80,7 @@ def check_fields(
     words = fields.get("bad_words", [])
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise ValueError(f"bad_words is {words!r}, expected a list of texts")
+    check_words(fields.get("guidance"))
     fields = dict(fields)
     for name in ("logit_bias", "token_temperature_scale"):
         try:  # JSON has no integer keys
@@ -94,7 +96,9 @@ def check_numbers(fields: Mapping[str, Any]) -> None:
     lists = ("logit_bias", "token_temperature_scale", "allowed_token_ids", "banned_token_ids")
     lists += ("bad_words_ids", "stop_token_ids", "stop_sequences", "seed", "n")
     numbers = {name: fields[name] for name in PARAMS if name in fields and name not in lists}
-    make_params(Limits(vocab_size=1024), **numbers)
+    limits = Limits(vocab_size=1024)
+    params, _ = make_params(limits, **numbers)
+    guidance_of(limits, params, fields.get("guidance"))
 
 
 def prepare(

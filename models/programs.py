@@ -30,7 +30,9 @@ from jaxsample import (
     score,
 )
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.guiding import GuidedPrograms, guided_features, guided_jobs
 from models.kernels import kernels_of
+from models.load_value import ValueModel
 from models.placement import DATA, TENSOR, cache_sharding, row_sharding
 from models.speculation import Drafting, Speculation, prepare
 
@@ -50,10 +52,11 @@ class Programs:
     begin: Callable[..., Any]  # (params, stop, prompts i32[B, LP], lengths i32[B]) -> Requests
     new_cache: Callable[[], Any]  # with speculation the pair (model's cache, proposer's state)
     prefill: dict[int, Callable[..., Any]]  # by width, as made by make_prefill or make_scored_prefill
-    step: Callable[..., Any]  # as made by make_decode_step
+    step: Callable[..., Any] | None  # as made by make_decode_step; None where all batches are guided
     num_scored: int  # top prompt logprobs; -1: prefill is the plain one
     drafting: Drafting | None  # None: plain decoding
     draft_prefill: dict[int, Callable[..., Any]]  # the draft model's, by width; empty where there is none
+    guided: GuidedPrograms | None  # for batches with guided rows; None where there are none
     compile_seconds: float
 
 
@@ -67,6 +70,8 @@ def compile_programs(
     longest_prompt: int,
     num_scored: int = -1,
     speculation: Speculation | None = None,
+    guide: ValueModel | None = None,
+    some_plain: bool = True,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Programs:
     """Lowers and compiles everything for one shape of batch.
@@ -78,6 +83,8 @@ def compile_programs(
       longest_prompt: tokens of the longest prompt, at least 1.
       num_scored: top logprobs of each prompt token; 0 for the token's own only, -1 for none.
       speculation: how to draft and verify; None decodes plainly.
+      guide: the value model of batches with guided rows; None: there are none. Not on a mesh.
+      some_plain: whether there are batches without guided rows too.
       mesh: where the weights lie, see `models.placement`; None: on one device.
 
     Returns:
@@ -129,11 +136,8 @@ def compile_programs(
         cache, state = _laid_out(cache, by_head), _laid_out(state, state_layout)
     begin_jit = jax.jit(begin, out_shardings=by_row)
     all_weights = weights if drafting is None else (weights, drafting.weights)
-    if drafting is None:
-        step = make_decode_step(forward, unembed, limits=limits, features=features, **sampled)
-    else:
-        judged = {"proposer": drafting.proposer, "verify": drafting.verify, **sampled}
-        step = make_decode_step(forward, unembed, limits=limits, features=features, **judged)
+    judged = {} if drafting is None else {"proposer": drafting.proposer, "verify": drafting.verify}
+    step = make_decode_step(forward, unembed, limits=limits, features=features, **judged, **sampled)
     if num_scored < 0:
         prefill, extra = make_prefill(forward, limits), 0
     else:
@@ -147,7 +151,15 @@ def compile_programs(
 
     # Tracing holds the interpreter's lock, compiling does not: the longest compilation runs beside the rest.
     with ThreadPoolExecutor() as pool:
-        jobs = {"step": pool.submit(step.lower(all_weights, requests, state).compile)}
+        jobs: dict[Any, Any] = {}
+        guide_chunks = chunk_widths(longest_prompt, min(_LARGEST_CHUNK, limits.max_length))
+        if guide is not None:
+            models = guide, forward, unembed, all_weights, requests, state
+            capacities = {"limits": limits, "features": guided_features(features), "chunks": guide_chunks}
+            for name, lower in guided_jobs(*models, **capacities, judged=judged).items():
+                jobs[name] = pool.submit(lower().compile)
+        if some_plain:
+            jobs["step"] = pool.submit(step.lower(all_weights, requests, state).compile)
         for width in dict.fromkeys(chunks):
             tokens = [integers(num_rows, width)] * (1 + extra)
             jobs[width] = pool.submit(prefill.lower(weights, cache, *tokens, rows, rows).compile)
@@ -159,6 +171,11 @@ def compile_programs(
                 jobs["draft", width] = pool.submit(lowered.compile)
         jobs["begin"] = pool.submit(begin_jit.lower(*admission).compile)
         done = {name: job.result() for name, job in jobs.items()}
+    guided = None
+    if guide is not None:
+        prefill_values = {width: done["guided prefill", width] for width in guide_chunks}
+        begun = done["guided begin"], guide_chunks, prefill_values
+        guided = GuidedPrograms(guide.weights, *begun, done["guided step"])
     return Programs(
         limits=limits,
         features=features,
@@ -168,10 +185,13 @@ def compile_programs(
         begin=done["begin"],
         new_cache=jax.jit(new_cache, out_shardings=state_layout),
         prefill={width: done[width] for width in chunks},
-        step=done["step"],
+        step=done.get("step"),
         num_scored=num_scored,
         drafting=drafting,
-        draft_prefill={name[1]: job for name, job in done.items() if isinstance(name, tuple)},
+        draft_prefill={
+            name[1]: job for name, job in done.items() if isinstance(name, tuple) and name[0] == "draft"
+        },
+        guided=guided,
         compile_seconds=time.perf_counter() - started,
     )
 

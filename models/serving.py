@@ -132,7 +132,7 @@ class Service:
             raise ValueError(f"id {key} belongs to a request that has not ended")
         stop_strings = _checked_stop(fields.get("stop", []))
         prompt, params = prepare(fields, self._text, raw=self._raw)
-        stream = self._engine.submit(Request(prompt, params))
+        stream = self._engine.submit(Request(prompt, params, guidance=fields.get("guidance")))
         self._running[key] = [
             _Reply(line.id, stream, sample, StoppedText(self._text, stop_strings))
             for sample in stream.samples

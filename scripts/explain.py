@@ -16,25 +16,24 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # models/ is not an installed package
 
-import jax
 import numpy as np
 
-from jaxsample import PAD, Limits, make_guidance, make_params, start
+from jaxsample import PAD, Limits, make_params, start
 from models.command_line import (
     Parser,
     add_guidance_flags,
     add_model_flags,
     add_sampling_flags,
-    dtype_of,
-    guidance_words,
+    guidance_defaults,
     keep_compiled_programs,
+    load_guide,
     load_model,
     sampling_defaults,
 )
 from models.generation import LIST_CAPACITIES
+from models.guiding import guidance_of
 from models.json_fields import check_numbers, prepare
 from models.known_text import candidate_scorer, next_logits
-from models.load_value import load_value_model
 from models.one_step import Explanation, explain
 from models.text import Text, TokenIds
 
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
             )
     if options.top < 1:
         raise ValueError(f"--top is {options.top}, allowed are integers from 1")
-    how = guidance_words(options)
+    how = guidance_defaults(options).get("guidance")
     check_numbers(wish)
     keep_compiled_programs()
     model = load_model(options)
@@ -82,11 +81,9 @@ def run(options: argparse.Namespace) -> None:
     )
     params, stop = make_params(limits, prompt_length=len(prompt), **words)
     guidance = score = gamma = None
-    if options.guide is not None:
-        value_model = load_value_model(options.guide, jax.numpy.dtype(dtype_of(options)))
-        if value_model.gamma is not None:
-            how = {"gamma": value_model.gamma, **how}
-        guidance = make_guidance(limits, params, **how)
+    value_model = load_guide(options, model)
+    if value_model is not None:
+        guidance = guidance_of(limits, params, how, value_model.gamma)
         gamma = math.exp(guidance.log_gamma[0])
         score = candidate_scorer(value_model.config, value_model.weights, tokens)
     shown = explain(
@@ -245,6 +242,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="a picture, by matplotlib")
     add_model_flags(parser)
     add_guidance_flags(parser)
+    parser.set_defaults(mesh=None)  # one device
     add_sampling_flags(parser)
     return parser.parse_args(arguments)
 

@@ -18,11 +18,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # model
 from jaxsample import RUNNING, STOP_EOS, STOP_TOKEN, finish_reason
 from models.command_line import (
     Parser,
+    add_guidance_flags,
     add_model_flags,
     add_sampling_flags,
     add_speculation_flags,
     dtype_of,
+    guidance_defaults,
     keep_compiled_programs,
+    load_guide,
     load_model,
     read_speculation,
     sampling_defaults,
@@ -52,19 +55,22 @@ def run(options: argparse.Namespace) -> None:
     for index, wish in enumerate(wishes):
         try:
             check_numbers(wish)
+            if wish.get("guidance") and options.guide is None:
+                raise ValueError(f"guidance is {wish['guidance']}, which says nothing without --guide")
         except ValueError as error:
             raise ValueError(f"request {index}: {error}" if len(wishes) > 1 else str(error)) from None
     keep_compiled_programs()
     mesh = None if options.mesh is None else read_mesh(options.mesh)
     started = time.perf_counter()
     model = load_model(options)
+    guide = load_guide(options, model)
     load_seconds = time.perf_counter() - started
     if options.cache_slots is not None and not 1 <= options.cache_slots <= model.config.max_length:
         raise ValueError(
             f"--cache-slots is {options.cache_slots}, allowed is 1 ... {model.config.max_length}"
         )
 
-    requests = [Request(*prepare(wish, model.text, raw=options.raw)) for wish in wishes]
+    requests = [Request(*prepare(wish, model.text, raw=options.raw), wish.get("guidance")) for wish in wishes]
     num_samples = sum(
         request.params.get("n", 1) for request in requests if is_count(request.params.get("n", 1))
     )
@@ -78,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
         logprobs_mode=options.logprobs_mode,
         num_slots=options.cache_slots,
         speculation=read_speculation(options),
+        guide=guide,
         mesh=mesh,
     )
     stats = statistics(timing, load_seconds, dtype_of(options))
@@ -98,7 +105,7 @@ def read_requests(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
       ValueError: no request, or a line that is no JSON object or has an unknown key.
     """
-    defaults = sampling_defaults(options)
+    defaults = {**sampling_defaults(options), **guidance_defaults(options)}
     wishes = [{**defaults, "prompt": prompt} for prompt in options.prompt]
     if options.batch_file is not None:
         lines = options.batch_file.read_text(encoding="utf-8").splitlines()
@@ -194,6 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--json", action="store_true", help="one JSON object a request, nothing else, on stdout"
     )
     add_speculation_flags(parser)
+    add_guidance_flags(parser)
     add_sampling_flags(parser)
     return parser.parse_intermixed_args(arguments)
 

@@ -1,14 +1,15 @@
 """Serves requests: JSONL in, JSONL out: python scripts/serve.py < requests.jsonl, by default with SmolLM2.
 
 A line is a request, {"id": 1, "prompt": "Why?", "stop": ["\\n\\n"], "temperature": 0.7}, with "messages" or
-"prompt_token_ids" in place of "prompt", or {"cancel": 1}. Requests may come while others run; lines are read
-as fast as the queue empties. Each piece of text is one line of output, each end of a sample another
-(models/serving.py has the fields). The end of the input, Ctrl-C and SIGTERM end the script; the latter two
-cancel what still runs.
+"prompt_token_ids" in place of "prompt", or {"cancel": 1}; with --guide it may have "guidance", such as
+{"target_length": 80}. Requests may come while others run; lines are read as fast as the queue empties. Each
+piece of text is one line of output, each end of a sample another (models/serving.py has the fields). The end
+of the input, Ctrl-C and SIGTERM end the script; the latter two cancel what still runs.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -24,10 +25,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # model
 from jaxsample.engine import Engine
 from models.command_line import (
     Parser,
+    add_guidance_flags,
     add_model_flags,
     add_sampling_flags,
     add_speculation_flags,
+    guidance_defaults,
     keep_compiled_programs,
+    load_guide,
     load_model,
     read_speculation,
     sampling_defaults,
@@ -59,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Loads the model, compiles, serves; 0, or 128 + the signal that ended it."""
-    defaults = sampling_defaults(options)
-    check_numbers(defaults)
+    defaults = {**sampling_defaults(options), **guidance_defaults(options)}
+    # Guided requests have a top_k, which each may bring.
+    check_numbers({"top_k": 1, **defaults} if "guidance" in defaults else defaults)
     if options.input is not None:
         options.input.stat()  # missing files are found before the model is loaded
     keep_compiled_programs()
@@ -74,10 +79,11 @@ def run(options: argparse.Namespace) -> int:
         engine = build_engine(
             model.config,
             model.weights,
-            Sizes(options.slots, options.max_length, options.page_size, options.pages, options.max_waiting),
+            Sizes(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)}),
             speculation=read_speculation(options),
             filter_order=options.filter_order,
             logprobs_mode=options.logprobs_mode,
+            guide=load_guide(options, model),
             mesh=mesh,
         )
         write = lambda event: print(_as_json(event), file=out)
@@ -202,6 +208,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("pages", "N", "pages of all samples together (default: enough for all slots)"),
         ("page-size", "N", "cache slots of a page (default: 16, more with many drafts)"),
         ("max-waiting", "N", "requests in the queue (default: 8 a slot)"),
+        ("num-guided", "G", "most candidates of a guided request, its top_k (default: 16)"),
     ):
         flags.add_argument(f"--{name}", type=int, metavar=metavar, help=meaning)
     flags.add_argument("--mesh", metavar="data=D,tensor=P", help="split rows and weights over D * P devices")
@@ -209,6 +216,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--progress", action="store_true", help="figures on standard error also where it is no terminal"
     )
     add_speculation_flags(parser)
+    add_guidance_flags(parser)
     add_sampling_flags(parser)
     options = parser.parse_args(arguments)
     if options.prompt_logprobs is not None:

@@ -1,5 +1,6 @@
-"""The guided step on lookup models, exactly: against a loop without caches, among neighbours, behind and caught up."""
+"""The guided step on lookup models, exactly: against a loop without caches, among neighbours, through an engine."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 import jaxsample as js
+from jaxsample import rng
+from jaxsample.buckets import Buckets
 from models.lookup import init_lookup_cache, lookup_forward, lookup_functions, table
 
 V, S, SLOTS, G = 101, 48, 4, 6
@@ -81,42 +84,46 @@ def run(step, state, weights=WEIGHTS):
     raise AssertionError("the run does not end")
 
 
+@jax.jit
+def draw_alone(params, stop, guidance, history, root, previous):
+    """The next token of one row, by the tables of both models."""
+    logits = table(WEIGHTS, previous, root, jnp.zeros_like(root), V)
+    position = history.num_prompt + history.num_emitted
+    shaped = js.shape(logits, params, position, stop=stop, history=history, limits=LIMITS, features=FEATURES)
+    target = js.make_target(shaped, params, position, vocab_size=V, features=FEATURES)
+    listed = js.shortlist(target, guidance, G)
+    before = jnp.broadcast_to(root[:, None], listed.ids.shape)
+    z = 0.25 * table(VALUE_WEIGHTS, before, listed.ids, jnp.zeros_like(before), 1)[..., 0]
+    listed = js.guide(listed, z, js.ends_row(listed.ids, stop), guidance, history.num_emitted)
+    return js.draw_target(js.guided_target(target, listed))
+
+
+begin, append = jax.jit(js.start, static_argnums=0), jax.jit(js.append)
+
+
+def alone(asked, how, prompt, child=0):
+    """The tokens of one request by a loop without caches: logits and values by their tables."""
+    seed = rng.child_seed(asked.get("seed", 0), child)
+    params, stop = js.make_params(LIMITS, **{**asked, "n": 1, "seed": seed})
+    guidance = js.make_guidance(LIMITS, params, **how)
+    padded = np.full((1, S), js.PAD, np.int32)
+    padded[0, : len(prompt)] = prompt
+    history = begin(LIMITS, padded, np.array([len(prompt)], np.int32))
+    said = [-1, *prompt]
+    for _ in range(min(asked["max_tokens"], S + 1 - len(prompt))):
+        root, previous = np.array(said[-1:], np.int32), np.array(said[-2:-1], np.int32)
+        token = draw_alone(params, stop, guidance, history, root, previous)
+        history = append(history, np.asarray(token)[:, None], np.ones(1, np.int32))
+        said.append(int(token[0]))
+        if said[-1] in asked.get("eos_token_ids", []):
+            break
+    return said[1 + len(prompt) :]
+
+
 @functools.cache
 def reference(guided=True):
-    """The tokens of each request by a loop without caches: logits and values by their tables, a row at a time."""
-
-    @jax.jit
-    def one(params, stop, guidance, history, root, previous):
-        logits = table(WEIGHTS, previous, root, jnp.zeros_like(root), V)
-        position = history.num_prompt + history.num_emitted
-        shaped = js.shape(
-            logits, params, position, stop=stop, history=history, limits=LIMITS, features=FEATURES
-        )
-        target = js.make_target(shaped, params, position, vocab_size=V, features=FEATURES)
-        listed = js.shortlist(target, guidance, G)
-        before = jnp.broadcast_to(root[:, None], listed.ids.shape)
-        z = 0.25 * table(VALUE_WEIGHTS, before, listed.ids, jnp.zeros_like(before), 1)[..., 0]
-        listed = js.guide(listed, z, js.ends_row(listed.ids, stop), guidance, history.num_emitted)
-        return js.draw_target(js.guided_target(target, listed))
-
-    begin, append = jax.jit(js.start, static_argnums=0), jax.jit(js.append)
-    texts = []
-    for asked, how, prompt in REQUESTS:
-        params, stop = js.make_params(LIMITS, **asked)
-        guidance = js.make_guidance(LIMITS, params, **how if guided else {})
-        padded = np.full((1, S), js.PAD, np.int32)
-        padded[0, : len(prompt)] = prompt
-        history = begin(LIMITS, padded, np.array([len(prompt)], np.int32))
-        said = [-1, *prompt]
-        for _ in range(asked["max_tokens"]):
-            root, previous = np.array(said[-1:], np.int32), np.array(said[-2:-1], np.int32)
-            token = one(params, stop, guidance, history, root, previous)
-            history = append(history, np.asarray(token)[:, None], np.ones(1, np.int32))
-            said.append(int(token[0]))
-            if said[-1] in asked.get("eos_token_ids", []):
-                break
-        texts.append(said[1 + len(prompt) :])
-    return texts
+    """The tokens of each of REQUESTS, alone."""
+    return [alone(asked, how if guided else {}, prompt) for asked, how, prompt in REQUESTS]
 
 
 @pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [4, 5, 6, 0]])
@@ -180,3 +187,179 @@ def test_what_does_not_fit_is_refused():
         guided_step(WEIGHTS, VALUE_WEIGHTS, *state[:2], short)
     with pytest.raises(ValueError, match=f"tokens have {S} columns, allowed are the cache's {S - 1}"):
         value_prefill(VALUE_WEIGHTS, short, np.zeros((SLOTS, S), np.int32), np.zeros(SLOTS, np.int32))
+
+
+# --- through an engine --------------------------------------------------------------------------------------
+
+PAGE, SEATS = 8, 6
+
+
+def new_pages(num_pages, page_size, page_table):
+    return js.init_paged_cache(1, num_pages, page_size, 1, 1, jnp.float32, page_table)
+
+
+def make_engine(num_pages, **given):
+    return js.Engine(
+        forward,
+        unembed,
+        WEIGHTS,
+        new_pages,
+        limits=LIMITS,
+        buckets=Buckets((SEATS,), (S,), ((2, 8),), (FEATURES,), (SEATS,)),
+        num_pages=num_pages,
+        page_size=PAGE,
+        scorer=js.Scorer(lookup_forward, value, VALUE_WEIGHTS, new_pages),
+        **given,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Too few pages for all slots."""
+    return make_engine(11)
+
+
+def ask(asked, how, prompt):
+    return js.Request(prompt, asked, guidance=how)
+
+
+def random_request(generator):
+    """Some are guided; prompts that end with a page, begin one, and have one token are among them."""
+    prompt = generator.integers(0, V, int(generator.choice([1, 2, 7, 8, 9, 16, 17, 25]))).tolist()
+    asked = {"seed": int(generator.integers(1 << 40)), "max_tokens": int(generator.integers(1, 24))}
+    asked |= {
+        "top_k": int(generator.integers(2, G + 1)),
+        "temperature": float(generator.choice([0, 0.8, 1.4])),
+    }
+    if generator.random() < 0.3:
+        asked |= {"n": int(generator.integers(2, 4))}
+    if generator.random() < 0.3:
+        asked |= {"eos_token_ids": generator.integers(0, V, 4).tolist(), "frequency_penalty": 0.4}
+    hows = [{}, {"mode": "centered_exp", "scale": -4.0}, {"mode": "length_mul", "scale": 2.0}]
+    hows += [
+        {"target_length": 9, "constraint": "eq"},
+        {"mode": "value_bias", "scale": 1.0, "entropy_threshold": 1.0},
+    ]
+    return asked, hows[int(generator.integers(len(hows)))], prompt
+
+
+def check(stream, words, cancelled=False):
+    for sample in stream.samples:
+        got, expected = sample.tokens().token_ids.tolist(), alone(*words, child=sample.index)
+        if cancelled and sample.status == js.CANCELLED:
+            expected = expected[: len(got)]
+        assert (got, sample.error) == (expected, None)
+
+
+def test_an_engine_gives_guided_and_other_requests_what_they_get_alone(engine):
+    """With prompts in chunks, children, cancellation, slots used again, and pages that run out."""
+    generator = np.random.default_rng(5)
+    words = [*REQUESTS, *(random_request(generator) for _ in range(40))]
+    streams, cancelled = [], set()
+    for asked in words:
+        streams.append(engine.submit(ask(*asked)))
+        for _ in range(int(generator.integers(0, 3))):
+            engine.step()
+        if generator.random() < 0.15:
+            chosen = int(generator.integers(max(len(streams) - 5, 0), len(streams)))
+            cancelled.add(chosen)
+            engine.cancel(streams[chosen])
+    engine.run()
+    for index, (stream, asked) in enumerate(zip(streams, words, strict=True)):
+        check(stream, asked, index in cancelled)
+    stats = engine.stats
+    assert stats.num_preempted > 0 and stats.num_free_pages == stats.num_pages and stats.num_seated == 0
+    assert [alone(*asked) for asked in words] != [alone(asked, {}, prompt) for asked, _, prompt in words]
+
+
+def test_requests_that_are_not_guided_do_not_touch_the_value_model(engine, monkeypatch):
+    engine.run()
+    for name in engine._programs:
+        if name[0] in ("guided step", "prefill values"):
+            monkeypatch.setitem(engine._programs, name, None)
+    words = [*(REQUESTS[i] for i in UNGUIDED), (*REQUESTS[0][:1], {"mode": "mul", "scale": 1}, [3, 4])]
+    streams = [engine.submit(ask(*asked)) for asked in words]
+    engine.run()
+    for stream, asked in zip(streams, words, strict=True):
+        check(stream, asked)
+
+
+def test_a_request_that_is_guided_later_has_its_value_cache_filled_then(engine):
+    """Greedy requests are not guided; other parameters make them so, and not, and so again."""
+    asked, how, prompt = (
+        {"top_k": 5, "seed": 9, "max_tokens": 20},
+        {"mode": "value_bias", "scale": 3.0},
+        [5] * 9,
+    )
+    stream = engine.submit(ask({**asked, "temperature": 0.0}, how, prompt))
+    changes = [1.0, 0.0, 1.0]
+    sizes = []
+    for temperature in changes:
+        for _ in range(6):
+            engine.step()
+        sizes.append(len(stream.samples[0].tokens()))
+        engine.change(stream, temperature=temperature)
+    engine.run()
+    said = stream.samples[0].tokens().token_ids.tolist()
+    assert len(said) == 20 and sizes == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] < 20
+    # Each part is what the request says after all before it; a step may be in flight at a change.
+    start = 0
+    for temperature, end in zip([0.0, *changes], [*sizes, 20], strict=True):
+        rest = alone({**asked, "temperature": temperature}, how, prompt + said[:start])
+        same = int(np.argmin([*(x == y for x, y in zip(rest, said[start:], strict=False)), False]))
+        assert start + same >= end
+        start = end if end == 20 else min(start + same, end + 1)
+
+
+def test_guidance_that_an_engine_cannot_serve_is_refused(engine):
+    for asked, how, named in (
+        ({"top_k": G + 1}, {"scale": 2.0}, "top_k is 7"),
+        ({}, {"scale": 2.0}, "top_k is 0"),
+        ({"top_k": 2}, {"scale": float("nan")}, "scale is nan"),
+        ({"top_k": 2}, "longer", "guidance is 'longer'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            engine.submit(ask(asked, how, [1]))
+    stream = engine.submit(ask({"top_k": 2, "max_tokens": 1}, {"scale": 2.0}, [1]))
+    with pytest.raises(ValueError, match="top_k is 9"):
+        engine.change(stream, top_k=9)
+    engine.run()
+    with pytest.raises(ValueError, match="scorer and mesh are given"):
+        make_engine(16, mesh=jax.make_mesh((1,), ("x",)))
+    assert engine.stats.num_seated == 0
+
+
+class Only:
+    """A grammar that allows the same tokens everywhere."""
+
+    def __init__(self, token_ids):
+        self.bits = np.zeros(LIMITS.num_words * 32, bool)
+        self.bits[token_ids] = True
+
+    def fill(self, mask):
+        mask |= np.packbits(self.bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token):
+        return bool(self.bits[token])
+
+    def rollback(self, num_tokens):
+        pass
+
+
+@pytest.mark.slow
+def test_drafts_and_grammars_leave_guided_text_as_it_is():
+    engine = make_engine(14, proposer=js.ngram_proposer(js.chain(2), max_ngram=1), grammars=True)
+    generator = np.random.default_rng(8)
+    words = [*REQUESTS, *(random_request(generator) for _ in range(24))]
+    streams = []
+    for index, (asked, how, prompt) in enumerate(words):
+        request, few = ask(asked, how, prompt), list(range(3, 8))
+        if index % 3 == 0:
+            request = dataclasses.replace(request, grammar=functools.partial(Only, few))
+            words[index] = {**asked, "allowed_token_ids": few}, how, prompt
+        streams.append(engine.submit(request))
+        engine.step()
+    engine.run()
+    for stream, asked in zip(streams, words, strict=True):
+        check(stream, asked)
+    assert engine.stats.num_accepted > 0 and engine.stats.num_preempted > 0

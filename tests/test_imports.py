@@ -57,6 +57,7 @@ MODULE_ORDER = (
     "pages",
     "streams",
     "seats",
+    "counts",
     "schedule",
     "engine",
 )
