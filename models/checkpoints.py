@@ -18,6 +18,7 @@ from models.decoder import DecoderConfig, Weights, weight_shapes
 from models.text import Text
 
 CONFIG, WEIGHTS, TOKENIZER, TEXT = "decoder.json", "weights", "tokenizer.json", "text.json"
+_CHUNK_BYTES = 2**20  # of an array on a disk, at most
 _FORMAT = 1  # raised when a folder can no longer be read by older code
 
 
@@ -52,7 +53,7 @@ def save_checkpoint(
             "special_tokens": text.special_tokens,
         }
         write_json(folder / TEXT, fields)
-    ocp.save(folder / WEIGHTS, weights)
+    save(folder / WEIGHTS, weights)
     # Last: a folder without it is not taken for a checkpoint.
     write_json(folder / CONFIG, {"format": _FORMAT, "dtype": dtypes[0], "config": dataclasses.asdict(config)})
 
@@ -87,6 +88,14 @@ def load_checkpoint(folder: pathlib.Path, dtype: Any = None) -> tuple[DecoderCon
     return config, weights, _text(folder)
 
 
+def save(folder: pathlib.Path, tree: Any) -> None:
+    """Saves a tree of arrays with Orbax, in chunks that `restore` converts one by one."""
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    with context:
+        ocp.save(folder, tree)
+
+
 def restore(folder: pathlib.Path, shapes: Any, dtype: Any) -> Any:
     """A tree of arrays that Orbax saved, onto the default device; ValueError where it cannot be restored.
 
@@ -97,8 +106,13 @@ def restore(folder: pathlib.Path, shapes: Any, dtype: Any) -> Any:
     """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=device), shapes)
+    # As much as the largest array is read at a time: beside the weights nothing else is held.
+    most = max(leaf.size * max(jnp.dtype(dtype).itemsize, 4) for leaf in jax.tree.leaves(wanted))
+    context = ocp.Context()
+    context.memory.read_concurrent_bytes = most + 1  # the limit itself is too much
     try:
-        return ocp.load(folder, wanted)
+        with context:
+            return ocp.load(folder, wanted)
     except Exception as error:  # Orbax and its storage layer raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{folder}: cannot be restored ({reason})") from error

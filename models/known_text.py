@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample import Limits, attention_mask, candidate_mask, chain, init_cache, make_prefill
-from models.attention_kernel import attention_of
+from models.kernels import kernels_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
 from models.programs import power_of_two
 from models.value_head import value_functions
@@ -29,7 +29,7 @@ def next_logits(config: DecoderConfig, weights: Weights, tokens: Sequence[int]) 
     Returns:
       f32[1, Vp].
     """
-    forward, unembed = decoder_functions(config, attend=attention_of(config.head_size))
+    forward, unembed = decoder_functions(config, kernels=kernels_of())
     cache, length, rest, count = _begun(forward, config, weights, weights, tokens)
 
     @jax.jit
@@ -55,7 +55,7 @@ def candidate_scorer(
     Returns:
       score(ids i32[1, G]) -> z f32[1, G], the value's logit at each candidate's own position.
     """
-    forward, value = value_functions(config, attend=attention_of(config.head_size))
+    forward, value = value_functions(config, kernels=kernels_of())
 
     @jax.jit
     def behind(weights, cache, length, rest, count, ids):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from models.checkpoints import load_checkpoint, restore, save_checkpoint, write_json
+from models.checkpoints import load_checkpoint, restore, save, save_checkpoint, write_json
 from models.decoder import DecoderConfig, Weights
 from models.load_safetensors import decoder_config, load_tensors, open_tensors, read_json, text_from_folder
 from models.safetensors_file import SafetensorsFile
@@ -104,7 +104,7 @@ def save_value_model(folder: pathlib.Path, model: ValueModel) -> None:
             "the head does not have the names, shapes and dtype (float32) of the configuration's"
         )
     save_checkpoint(folder / TRUNK, trunk_config(model.config), model.weights["trunk"], model.text)
-    ocp.save(folder / HEAD, model.weights["head"])
+    save(folder / HEAD, model.weights["head"])
     # Last: a folder without it is not taken for a value model.
     write_json(folder / DESCRIPTION, {"format": _FORMAT, "gamma": model.gamma})
 

@@ -239,6 +239,17 @@ def test_expanding_a_quantised_file_peaks_at_most_a_tenth_above_the_weights(tmp_
     assert peak <= 1.1 * weights
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_restoring_with_orbax_peaks_at_most_a_tenth_above_the_weights(tmp_path, stored):
+    few = dataclasses.replace(LARGE, vocab_size=64, width=64, num_layers=1, head_size=4, mlp_width=64)
+    for name, config in (("small", few), ("large", LARGE)):
+        save_checkpoint(tmp_path / name, config, random_weights(config, 0, jnp.dtype(stored)))
+    peak, weights = peak_of_loading(tmp_path / "small", tmp_path / "large")
+    assert weights > 190e6
+    assert peak <= 1.1 * weights
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_orbax_round_trip_is_bit_equal(tmp_path, dtype):
     config = dataclasses.replace(
