@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample import Limits, attention_mask, candidate_mask, chain, init_cache, make_prefill
-from models.kernels import kernels_of
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.kernels import kernels_of
 from models.programs import power_of_two
 from models.value_head import value_functions
 

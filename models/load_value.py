@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from models.checkpoints import load_checkpoint, restore, save, save_checkpoint, write_json
 from models.decoder import DecoderConfig, Weights
