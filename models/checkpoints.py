@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tokenizers
+from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from models.decoder import DecoderConfig, Weights, weight_shapes
+from models.placement import weight_shardings
 from models.text import Text
 
 CONFIG, WEIGHTS, TOKENIZER, TEXT = "decoder.json", "weights", "tokenizer.json", "text.json"
@@ -63,12 +65,15 @@ def is_checkpoint(folder: pathlib.Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def load_checkpoint(folder: pathlib.Path, dtype: Any = None) -> tuple[DecoderConfig, Weights, Text | None]:
-    """Reads a checkpoint, each tensor straight to the default device.
+def load_checkpoint(
+    folder: pathlib.Path, dtype: Any = None, mesh: Mesh | None = None
+) -> tuple[DecoderConfig, Weights, Text | None]:
+    """Reads a checkpoint, each tensor straight to where it is to lie.
 
     Args:
       folder: as `save_checkpoint` wrote it.
       dtype: float dtype of the weights; None: the one they were saved in.
+      mesh: where they are to lie, see `models.placement`; None: on the default device.
 
     Raises:
       ValueError: a missing or damaged file, another format, or weights that are not of the configuration.
@@ -84,7 +89,8 @@ def load_checkpoint(folder: pathlib.Path, dtype: Any = None) -> tuple[DecoderCon
         dtype = jnp.dtype(fields["dtype"] if dtype is None else dtype)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG}: no dtype of the weights ({error})") from None
-    weights = restore(folder / WEIGHTS, weight_shapes(config), dtype)
+    shardings = weight_shardings(config, mesh)
+    weights = restore(folder / WEIGHTS, weight_shapes(config), dtype, shardings)
     return config, weights, _text(folder)
 
 
@@ -96,16 +102,21 @@ def save(folder: pathlib.Path, tree: Any) -> None:
         ocp.save(folder, tree)
 
 
-def restore(folder: pathlib.Path, shapes: Any, dtype: Any) -> Any:
-    """A tree of arrays that Orbax saved, onto the default device; ValueError where it cannot be restored.
+def restore(folder: pathlib.Path, shapes: Any, dtype: Any, shardings: Any = None) -> Any:
+    """A tree of arrays that Orbax saved; ValueError where it cannot be restored.
 
     Args:
       folder: where it was saved.
       shapes: the tree with a ShapeDtypeStruct at each leaf.
       dtype: of every leaf.
+      shardings: the tree with a Sharding at each leaf; None: all on the default device.
     """
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=device), shapes)
+    if shardings is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: device, shapes)
+    wanted = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place), shapes, shardings
+    )
     # As much as the largest array is read at a time: beside the weights nothing else is held.
     most = max(leaf.size * max(jnp.dtype(dtype).itemsize, 4) for leaf in jax.tree.leaves(wanted))
     context = ocp.Context()

@@ -10,6 +10,7 @@ import pathlib
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
 from models.fetch import cache_folder, fetch_smollm2
@@ -17,6 +18,7 @@ from models.guiding import WORDS, fit_vocabulary
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
 from models.load_value import ValueModel, load_value_model
+from models.placement import weight_shardings
 from models.presets import PRESETS, preset
 from models.random_weights import random_weights
 from models.speculation import VERIFIERS, Speculation
@@ -148,8 +150,10 @@ def dtype_of(options: argparse.Namespace) -> str:
     return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-def load_model(options: argparse.Namespace) -> LoadedModel:
-    """The model of the command line; its text side is a tokenizer, or token ids where those are asked for.
+def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedModel:
+    """The model of the command line, its weights on the mesh where there is one.
+
+    Its text side is a tokenizer, or token ids where those are asked for.
 
     Raises:
       ValueError: two models, an unknown name, what `load` refuses, or no tokenizer where one is needed.
@@ -159,10 +163,10 @@ def load_model(options: argparse.Namespace) -> LoadedModel:
         if options.model is not None:
             raise ValueError("--model and --random-weights name two models, give one of them")
         config = preset(options.random_weights)
-        weights = jax.block_until_ready(random_weights(config, 0, dtype))
+        weights = jax.block_until_ready(random_weights(config, 0, dtype, weight_shardings(config, mesh)))
         return LoadedModel(config, weights, TokenIds(config.vocab_size))
     path = options.model or fetch_smollm2()
-    model = load(path, dtype)
+    model = load(path, dtype, mesh)
     if options.token_ids:
         return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
     if model.text is None:

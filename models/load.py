@@ -7,6 +7,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from jax.sharding import Mesh
+
 from models.checkpoints import is_checkpoint, load_checkpoint
 from models.decoder import DecoderConfig, Weights
 from models.load_gguf import load_gguf
@@ -23,13 +25,15 @@ class LoadedModel:
     text: Text | TokenIds | None  # None: the checkpoint has no tokenizer
 
 
-def load(path: str | pathlib.Path, dtype: Any) -> LoadedModel:
+def load(path: str | pathlib.Path, dtype: Any, mesh: Mesh | None = None) -> LoadedModel:
     """Loads a checkpoint.
 
     Args:
       path: a folder with config.json and model.safetensors or its shards (and tokenizer.json), a folder
         that `models.checkpoints.save_checkpoint` wrote, or a GGUF file.
       dtype: float dtype of the weights on the device.
+      mesh: with the axes "data" and "tensor" of `models.placement`: each device gets its share of a tensor as
+        it is read, no device holds one whole that can be split. None: the default device.
 
     Returns:
       LoadedModel.
@@ -40,15 +44,15 @@ def load(path: str | pathlib.Path, dtype: Any) -> LoadedModel:
     """
     path = pathlib.Path(path)
     if path.is_dir() and is_checkpoint(path):
-        return LoadedModel(*load_checkpoint(path, dtype))
+        return LoadedModel(*load_checkpoint(path, dtype, mesh))
     if path.is_dir():
-        return LoadedModel(*load_folder(path, dtype))
+        return LoadedModel(*load_folder(path, dtype, mesh))
     if not path.is_file():
         raise ValueError(f"{path}: no such file or folder")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":
-        return LoadedModel(*load_gguf(path, dtype))
+        return LoadedModel(*load_gguf(path, dtype, mesh))
     if path.suffix == ".safetensors":
         raise ValueError(f"{path}: give the folder that holds config.json and model.safetensors")
     raise ValueError(f"{path}: neither a model folder nor a GGUF file (it begins with {magic!r})")

@@ -9,8 +9,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from jax.sharding import Mesh
 
 from models.decoder import DecoderConfig, Weights
+from models.placement import weight_shardings
 from models.text import Text
 from models.tokenizer_gguf import special_tokens, tokenizer_from_gguf
 from models.weights import GGUF, assemble
@@ -18,12 +20,15 @@ from models.weights import GGUF, assemble
 _BLOCK = 1 << 18  # values
 
 
-def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, Text | None]:
+def load_gguf(
+    path: pathlib.Path, dtype: Any, mesh: Mesh | None = None
+) -> tuple[DecoderConfig, Weights, Text | None]:
     """Loads a GGUF file; quantised tensors are expanded to `dtype`.
 
     Args:
       path: the file.
       dtype: float dtype of the weights.
+      mesh: where they are to lie, see `models.placement`; None: on the default device.
 
     Raises:
       ValueError: a damaged or truncated file, an unsupported architecture, or tensors that are missing,
@@ -49,7 +54,8 @@ def load_gguf(path: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, T
         return values
 
     ignored = ["rope_freqs.weight"]
-    weights = assemble(config, GGUF, shapes, read, source=str(path), ignored=ignored)
+    shardings = weight_shardings(config, mesh)
+    weights = assemble(config, GGUF, shapes, read, source=str(path), ignored=ignored, shardings=shardings)
     return config, weights, text_from_gguf(metadata)
 
 

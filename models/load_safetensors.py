@@ -11,8 +11,10 @@ import pathlib
 from typing import Any
 
 import tokenizers
+from jax.sharding import Mesh
 
 from models.decoder import DecoderConfig, Weights
+from models.placement import weight_shardings
 from models.rope import llama3_factors
 from models.safetensors_file import SafetensorsFile
 from models.text import Text
@@ -21,19 +23,22 @@ from models.weights import HUGGING_FACE, assemble
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def load_folder(folder: pathlib.Path, dtype: Any) -> tuple[DecoderConfig, Weights, Text | None]:
+def load_folder(
+    folder: pathlib.Path, dtype: Any, mesh: Mesh | None = None
+) -> tuple[DecoderConfig, Weights, Text | None]:
     """Loads a folder; the text side is None where it holds no tokenizer.json.
 
     Args:
       folder: holds config.json and model.safetensors, or model.safetensors.index.json and its shards.
       dtype: float dtype of the weights.
+      mesh: where they are to lie, see `models.placement`; None: on the default device.
 
     Raises:
       ValueError: what `decoder_config` and `load_tensors` refuse, or a missing or damaged file.
     """
     fields = read_json(folder / "config.json")
     config = decoder_config(fields)
-    weights = load_tensors(folder, config, dtype)
+    weights = load_tensors(folder, config, dtype, mesh=mesh)
     return config, weights, text_from_folder(folder, fields)
 
 
@@ -99,7 +104,11 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
 
 
 def load_tensors(
-    folder: pathlib.Path, config: DecoderConfig, dtype: Any, ignored: tuple[str, ...] = ()
+    folder: pathlib.Path,
+    config: DecoderConfig,
+    dtype: Any,
+    ignored: tuple[str, ...] = (),
+    mesh: Mesh | None = None,
 ) -> Weights:
     """The decoder's weights from one safetensors file or from shards, tensor by tensor.
 
@@ -110,6 +119,7 @@ def load_tensors(
       config: the architecture.
       dtype: float dtype of the weights.
       ignored: names of tensors that are no part of the decoder.
+      mesh: where the weights are to lie; None: on the default device.
 
     Raises:
       ValueError: no such file, a missing or damaged shard, or tensors that are missing, unexpected or
@@ -124,7 +134,8 @@ def load_tensors(
     elif config.tied_embeddings:
         ignored = (*ignored, "lm_head.weight")
     read = lambda name: holders[name].read(name, dtype)
-    return assemble(config, spelling, shapes, read, source=str(source), ignored=ignored)
+    shardings = weight_shardings(config, mesh)
+    return assemble(config, spelling, shapes, read, source=str(source), ignored=ignored, shardings=shardings)
 
 
 def open_tensors(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, SafetensorsFile]]:

@@ -97,6 +97,18 @@ def place_model(config: DecoderConfig, weights: Weights, mesh: Mesh) -> tuple[De
     return config, place(weights, weight_specs(wide, mesh.shape, AXES), mesh)
 
 
+def weight_shardings(config: DecoderConfig, mesh: Mesh | None) -> Any:
+    """How weights lie on a mesh from the start: a tree with a NamedSharding at each leaf; None for no mesh.
+
+    What the devices do not divide is whole on each of them, until `place_model` has padded or repeated it.
+    """
+    if mesh is None:
+        return None
+    is_spec = lambda value: isinstance(value, PartitionSpec)
+    specs = weight_specs(config, mesh.shape, AXES)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
 def pad_vocabulary(weights: Weights, num_shards: int) -> tuple[Weights, int]:
     """Embedding and head with rows of zeros behind, where num_shards does not divide them; and their rows.
 

@@ -59,6 +59,7 @@ def assemble(
     *,
     source: str,
     ignored: Iterable[str] = (),
+    shardings: Any = None,
 ) -> Weights:
     """Reads every tensor the decoder needs, after checking that the file holds exactly those.
 
@@ -72,9 +73,10 @@ def assemble(
       read: tensor by name in the dtype wanted; called once for each, when all names and shapes are right.
       source: the file, for messages.
       ignored: names in the file that the decoder has no use for.
+      shardings: a Sharding for each weight, so that a device gets its share alone; None: the default device.
 
     Returns:
-      The decoder's weights on the default device.
+      The decoder's weights.
 
     Raises:
       ValueError: missing, unexpected or misshapen tensors, each by name.
@@ -99,10 +101,12 @@ def assemble(
     ]
     if faults:
         raise ValueError(f"{source}: " + "; ".join(faults))
+    places = dict(zip(wanted, jax.tree.leaves(shardings), strict=True)) if shardings is not None else {}
     placed = {}
     for name in sorted(wanted, key=lambda name: -math.prod(wanted[name])):
         # Waited for, since a transfer under way keeps its host copy alive.
-        placed[name] = jax.block_until_ready(jnp.array(read(name)))
+        array = jax.device_put(read(name), places[name]) if places else jnp.array(read(name))
+        placed[name] = jax.block_until_ready(array)
     return treedef.unflatten([placed[name] for name in wanted])
 
 

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     keep_compiled_programs()
     mesh = None if options.mesh is None else read_mesh(options.mesh)
     started = time.perf_counter()
-    model = load_model(options)
+    model = load_model(options, mesh)
     guide = load_guide(options, model)
     load_seconds = time.perf_counter() - started
     if options.cache_slots is not None and not 1 <= options.cache_slots <= model.config.max_length:

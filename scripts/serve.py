@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         out: TextIO = sys.stdout
         if options.output is not None:
             out = files.enter_context(options.output.open("w", encoding="utf-8"))
-        model = load_model(options)
+        model = load_model(options, mesh)
         assert model.text is not None  # `load_model` refuses models without
         engine = build_engine(
             model.config,

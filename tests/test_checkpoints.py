@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from models.checkpoints import load_checkpoint, save_checkpoint
 from models.decoder import DecoderConfig, weight_shapes
 from models.load import load
+from models.placement import make_mesh, place_model, weight_shardings
 from models.random_weights import random_weights
 from models.safetensors_file import SafetensorsFile
 from models.weights import GGUF, HUGGING_FACE, tensor_name
@@ -312,3 +313,28 @@ def test_a_damaged_orbax_folder_is_an_error_that_names_it(tmp_path, fault):
     with pytest.raises(ValueError, match=named):
         load(folder, np.float32)
     gc.collect()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax", "gguf"])
+def test_a_checkpoint_is_loaded_straight_to_a_mesh(tmp_path, kind):
+    path = DATA / "qwen2_untied"
+    if kind == "orbax":
+        path = tmp_path / "own"
+        save_checkpoint(path, SMALL, random_weights(SMALL, 5))
+    elif kind == "gguf":
+        config = dataclasses.replace(
+            SMALL, qkv_bias=True, tied_embeddings=True, width=64, mlp_width=64, head_size=16
+        )
+        path = write_quantised_gguf(tmp_path / "small.gguf", config)
+    mesh = make_mesh({"data": 1, "tensor": 2})
+    alone, model = load(path, jnp.float32), load(path, jnp.float32, mesh)
+    assert model.config == alone.config
+    wanted = weight_shardings(model.config, mesh)
+    for one, other, place in zip(*map(jax.tree.leaves, (model.weights, alone.weights, wanted)), strict=True):
+        assert one.sharding.is_equivalent_to(place, one.ndim)
+        np.testing.assert_array_equal(one, other)
+    down = model.weights["layers"][0]["mlp"]["down"]["weight"]
+    assert down.addressable_shards[0].data.shape == (model.config.width, model.config.mlp_width // 2)
+    config, placed = place_model(model.config, model.weights, mesh)
+    assert config == model.config
+    assert placed["layers"][0]["mlp"]["down"]["weight"].sharding == down.sharding
