@@ -115,7 +115,8 @@ def make_params(
     )
     allowed = _allowed_bits(limits, allowed_token_ids, banned_token_ids)
     banned = {token for token, value in bias.items() if value == -math.inf}
-    banned |= {word[0] for word in words if len(word) == 1}
+    # A word of one token needs no history to be known: it is a banned id as well.
+    allowed[[word[0] for word in words if len(word) == 1]] = False
     if min_tokens > 0:
         banned |= set(stops) | (set() if ignore_eos else set(eos))
     if not set(np.flatnonzero(allowed[:vocab])) - banned:

@@ -222,3 +222,10 @@ def test_values_at_the_ends_of_the_range_are_accepted(name, value):
     neutral = neutral_params(LIMITS, 3 if name == "n" else 1)
     same_layout = lambda x, y: isinstance(x, np.ndarray) and x.dtype == y.dtype and x.shape == y.shape
     assert jax.tree.all(jax.tree.map(same_layout, (params, stop), neutral))
+
+
+def test_a_bad_word_of_one_token_is_banned_where_no_history_is_given_too():
+    params, _ = make_params(LIMITS, bad_words_ids=[[7], [3, 9]])
+    bits = np.unpackbits(params.allowed[0].view(np.uint8), bitorder="little")[: LIMITS.vocab_size]
+    assert np.flatnonzero(bits == 0).tolist() == [7]
+    assert params.bad_word_lengths[0][:2].tolist() == [1, 2]

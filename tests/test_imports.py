@@ -37,6 +37,7 @@ MODULE_ORDER = (
     "nodes",
     "sharding",
     "sample",
+    "loops",
     "interop",
     "exchange",
     "quantize",

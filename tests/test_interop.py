@@ -1,5 +1,6 @@
 """Requests and arrays of other software: every field is served or refused by name, and means the same here."""
 
+import re
 import types
 
 import jax
@@ -267,3 +268,92 @@ def test_rows_of_one_key_and_steps_of_one_stream_have_seeds_of_their_own():
     assert (
         np.asarray(interop.seeds_of_key(jax.random.PRNGKey(0), 3)) == np.asarray(interop.seeds_of_key(key, 3))
     ).all()
+
+
+# --- what a newcomer broke ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("translate", "fields", "named"),
+    [
+        (interop.from_openai, None, "body is None"),
+        (interop.from_openai, {"logprobs": 3, "top_logprobs": 2}, "top_logprobs is 2"),
+        (interop.from_openai, {"max_tokens": 5, "max_completion_tokens": 7}, "max_completion_tokens 7"),
+        (interop.from_openai, {"_top_k": 5}, "_top_k is 5"),
+        (interop.from_openai, {"stop": {"a": 1}}, "stop is {'a': 1}"),
+        (interop.from_openai, {"stop": 5}, "stop is 5"),
+        (interop.from_openai, {"logit_bias": {5.7: 2}}, "logit_bias has the key 5.7"),
+        (interop.from_openai, {"logit_bias": {"1.5": 2}}, "logit_bias has the key '1.5'"),
+        (interop.from_openai, {"logit_bias": {"5": 3, 5: 4}}, "token 5 twice"),
+        (interop.from_openai, {"logit_bias": {"5": None}}, "logit_bias['5'] is None"),
+        (interop.from_openai, {"logit_bias": [1, 2]}, "logit_bias is [1, 2]"),
+        (interop.from_openai, {"tools": np.array([1, 2])}, "tools is array([1, 2])"),
+        (interop.from_vllm, 5, "params is 5"),
+        (interop.from_vllm, {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens is 4"),
+        (interop.from_hf_generation_config, {"max_time": 1.0}, "max_time is 1.0"),
+        (interop.from_hf_generation_config, {"do_sample": "false"}, "do_sample is 'false'"),
+        (interop.from_hf_generation_config, {"eos_token_id": 5.0}, "eos_token_id holds 5.0"),
+        (interop.from_hf_generation_config, {"sequence_bias": {(5, 6): 2.0}}, "sequence (5, 6)"),
+        (interop.from_hf_generation_config, {"max_length": "50"}, "max_length is '50'"),
+        (
+            interop.from_hf_generation_config,
+            {"begin_suppress_tokens": np.array([3])},
+            "begin_suppress_tokens",
+        ),
+    ],
+)
+def test_odd_fields_are_refused_by_name(translate, fields, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        translate(fields)
+
+
+def test_arrays_and_unset_fields_of_other_software_are_read():
+    told = interop.from_hf_generation_config(
+        {"eos_token_id": np.array(5), "suppress_tokens": np.array([1, 2])}
+    )
+    assert told.params["eos_token_ids"] == [5] and told.params["banned_token_ids"] == [1, 2]
+    assert "seed" not in interop.from_vllm({"seed": -1}).params
+
+
+@pytest.mark.parametrize("seed", [-1, 7, -(2**31), 2**32 + 7, -(2**40)])
+def test_a_seed_in_an_array_is_that_of_make_params(seed):
+    wanted = js.make_params(LIMITS, seed=seed)[0].seed
+    arrays = [np.array([seed], np.int64), np.array([[seed]], np.int64)]
+    if -(2**31) <= seed < 2**31:
+        arrays += [jnp.array([seed], jnp.int32), np.array([seed], np.int32)]
+    for array in arrays:
+        np.testing.assert_array_equal(interop.from_arrays(LIMITS, seed=array).seed, wanted)
+
+
+def test_a_top_k_beyond_32_bits_is_off():
+    seed = np.array([0])
+    for top_k in (2**31, 2**32 + 1, np.array([2**32 + 1])):
+        assert interop.from_arrays(LIMITS, top_k=top_k, seed=seed).top_k.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("features", "settings", "named"),
+    [
+        (js.Features("plain"), {"top_k": 1}, "tier 'plain'"),
+        (js.Features("filtered", full_rows=False), {"top_p": 0.5}, "full_rows=False"),
+        (js.Features("filtered"), {"temprature": 1.0}, "'temprature' is no setting"),
+        (js.Features("filtered"), {"seed": 3}, "seeds come from the key"),
+        (js.Features("filtered"), {"temperature": np.nan}, "temperature is nan"),
+    ],
+)
+def test_settings_that_a_sampler_does_not_serve_are_refused_when_it_is_made(features, settings, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        interop.as_sample_fn(LIMITS, features, **settings)
+
+
+def test_logits_of_another_shape_are_refused_by_a_sampler():
+    draw = interop.as_sample_fn(LIMITS, js.Features("plain"))
+    with pytest.raises(ValueError, match=re.escape("[2, 3, 101]")):
+        draw(jnp.zeros((2, 3, V)), jax.random.key(0))
+
+
+def test_a_bitmask_may_be_an_array_inside_jit():
+    words = np.array([[-1, 5, 0, -2]], np.int32)
+    found = jax.jit(interop.as_allowed)(words)
+    np.testing.assert_array_equal(found, interop.as_allowed(words))
+    assert found.dtype == np.uint32
