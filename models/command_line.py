@@ -7,6 +7,8 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import signal
+import sys
 from typing import Any
 
 import jax
@@ -201,3 +203,9 @@ def keep_compiled_programs() -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def reader_is_gone() -> int:
+    """The exit status after a BrokenPipeError, 128 + SIGPIPE; standard output leads nowhere from here."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE

@@ -11,7 +11,7 @@ from typing import Any
 from jaxsample import Limits, make_params
 from models.generation import TokenLogprobs
 from models.guiding import check_words, guidance_of
-from models.text import Text, TokenIds
+from models.text import Text, TokenIds, check_unicode
 
 # What make_params takes by name and a request may therefore hold.
 PARAMS = tuple(
@@ -92,7 +92,8 @@ def check_fields(
 
 
 def check_numbers(fields: Mapping[str, Any]) -> None:
-    """Refuses what needs no model to be seen wrong: ValueError that names the parameter."""
+    """Refuses what needs no model to be seen wrong: ValueError that names what is wrong."""
+    check_unicode(fields.get("prompt", ""))
     lists = ("logit_bias", "token_temperature_scale", "allowed_token_ids", "banned_token_ids")
     lists += ("bad_words_ids", "stop_token_ids", "stop_sequences", "seed", "n")
     numbers = {name: fields[name] for name in PARAMS if name in fields and name not in lists}

@@ -23,7 +23,11 @@ class Text:
     special_tokens: dict[str, str]  # bos_token, eos_token and so on, for the template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (BOS)."""
+        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (BOS).
+
+        ValueError where `check_unicode` refuses the text.
+        """
+        check_unicode(text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,6 +126,13 @@ class Detokenizer:
 
     def _done_text(self) -> str:
         return self._text.decode(self._window[: self._num_done])
+
+
+def check_unicode(text: str) -> None:
+    """ValueError for half a surrogate pair, which an escape gives, or an argument that is not UTF-8."""
+    for place, character in enumerate(text):
+        if "\ud800" <= character <= "\udfff":
+            raise ValueError(f"the text has {character!r} at {place}, allowed is text that UTF-8 can hold")
 
 
 def _refuse(message: str) -> None:

@@ -7,8 +7,10 @@ step is one further on in a reply.
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from models.command_line import (
     keep_compiled_programs,
     load_guide,
     load_model,
+    reader_is_gone,
     sampling_defaults,
 )
 from models.generation import LIST_CAPACITIES
@@ -35,15 +38,22 @@ from models.guiding import guidance_of
 from models.json_fields import check_numbers, prepare
 from models.known_text import candidate_scorer, next_logits
 from models.one_step import Explanation, explain
-from models.text import Text, TokenIds
+from models.programs import power_of_two
+from models.text import Text, TokenIds, check_unicode
 
 _MOST_CANDIDATES = 128
+_LEAST_LENGTH = 32  # a capacity shared by many texts is a program shared by them
+_EPILOG = """What ends a reply bears on one step only in part: --max-tokens not at all, --stop-token-ids
+where --min-tokens bans them, --ignore-eos there and with --guide, which gives EOS the value 0."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 0, or 2 with one line on standard error for what the user can mend."""
     try:
         run(parse(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output is gone
+        return reader_is_gone()
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -54,28 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Loads the model, takes the step apart, prints."""
-    wish = {**sampling_defaults(options), "prompt": options.prompt}
-    for name, neutral in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
+    wish = {**sampling_defaults(options), "prompt": options.prompt, "logprobs_mode": options.logprobs_mode}
+    neutrals = (("n", 1), ("logprobs", None), ("prompt_logprobs", None), ("logprobs_mode", "raw"))
+    for name, neutral in neutrals:
         if wish.get(name, neutral) != neutral:
             raise ValueError(
                 f"{name} is {wish[name]}, allowed is {neutral}: one token of one sample is shown"
             )
     if options.top < 1:
         raise ValueError(f"--top is {options.top}, allowed are integers from 1")
+    if options.png is not None:
+        check_picture(options.png)
+    check_unicode(options.said or "")
     how = guidance_defaults(options).get("guidance")
     check_numbers(wish)
     keep_compiled_programs()
     model = load_model(options)
     prompt, words = prepare(wish, model.text, raw=options.raw)
     if not prompt:
-        raise ValueError("the prompt is empty, at least one token is needed")
+        raise ValueError("the prompt is empty and has no chat template around it, one token is needed")
     said = model.text.encode(options.said, add_special_tokens=False) if options.said else []
     tokens = prompt + said
     if len(tokens) > model.config.max_length:
         raise ValueError(f"the text has {len(tokens)} tokens, the model holds {model.config.max_length}")
     limits = Limits(
         model.config.vocab_size,
-        max_length=max(len(tokens), words.get("max_tokens", 0)),
+        max_length=max(power_of_two(len(tokens)), _LEAST_LENGTH),
         num_guided=min(max(words.get("top_k", 0), 1), _MOST_CANDIDATES),
         **LIST_CAPACITIES,
     )
@@ -204,12 +218,22 @@ def shown_columns(shown: Explanation) -> dict[str, np.ndarray]:
     return columns
 
 
+def check_picture(path: pathlib.Path) -> None:
+    """ValueError for a --png that could not be written, found before the model is loaded."""
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise ValueError(f"--png is {str(path)!r}, allowed are names of files that end in .png")
+    if not path.parent.is_dir():
+        raise ValueError(f"--png is {str(path)!r}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--png is {str(path)!r}, which may not be written")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install -e '.[plots]'")
+
+
 def plot(shown: Explanation, rows: Sequence[int], text: Text | TokenIds, path: pathlib.Path) -> None:
     """A bar for each token and law."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("--png needs matplotlib: pip install -e '.[plots]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -232,7 +256,7 @@ def plot(shown: Explanation, rows: Sequence[int], text: Text | TokenIds, path: p
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0], epilog=_EPILOG)
     parser.add_argument("prompt", metavar="PROMPT")
     parser.add_argument(
         "--said", metavar="TEXT", help="what the reply begins with: the step is the one after"

@@ -28,6 +28,7 @@ from models.command_line import (
     load_guide,
     load_model,
     read_speculation,
+    reader_is_gone,
     sampling_defaults,
 )
 from models.figures import print_statistics, statistics
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 0, or 2 with one line on standard error for what the user can mend."""
     try:
         run(parse(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output is gone
+        return reader_is_gone()
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ from models.command_line import (
     load_guide,
     load_model,
     read_speculation,
+    reader_is_gone,
     sampling_defaults,
 )
 from models.engines import Sizes, build_engine
@@ -52,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(parse(arguments))
     except BrokenPipeError:  # whoever read the events is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return reader_is_gone()
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -3,19 +3,24 @@
 import itertools
 import json
 import math
+import os
+import signal
 
 import jax
 import numpy as np
 import pytest
 
 import jaxsample as js
+import scripts.explain as explain_script
+import scripts.generate as generate_script
 from models import known_text
 from models.generation import LIST_CAPACITIES
 from models.one_step import explain
-from models.text import TokenIds
+from models.text import Text, TokenIds
 from scripts.explain import likeliest, main, plot, stage_table, token_table
 from tests import reference, reference_guidance
 from tests.test_models import DATA
+from tests.test_text import byte_tokenizer
 
 V = 257
 LIMITS = js.Limits(V, max_length=32, num_guided=7, **LIST_CAPACITIES)  # as the script's: one program for all
@@ -137,7 +142,17 @@ def test_a_guided_row_draws_from_its_candidates(logits):
 # --- the script -------------------------------------------------------------------------------------------------------
 
 MODEL = DATA / "qwen2_lenvm"  # decoder and value model at once
-FLAGS = ["--model", str(MODEL), "--token-ids", "--seed", "4", "--temperature", "0.9", "--max-tokens", "32"]
+FLAGS = [
+    "--model",
+    str(MODEL),
+    "--token-ids",
+    "--seed",
+    "4",
+    "--temperature",
+    "0.9",
+    "--max-tokens",
+    "2147483647",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -211,9 +226,44 @@ def test_the_picture_is_written(logits, tmp_path):
         (["--guide-scale", "2"], "--guide-scale is 2.0, which says nothing without --guide"),
         (["--guide", str(MODEL), "--guide-scale", "2"], "top_k"),
         (["--guide", "missing"], "missing: no such folder"),
+        (["--logprobs-mode", "processed"], "logprobs_mode is processed, allowed is raw"),
+        (["--said", "b\udce4c"], "the text has '\\udce4' at 1"),
+        (["--png", "missing/x.png"], "there is no folder missing"),
+        (["--png", ""], "end in .png"),
+        (["--png", "."], "end in .png"),
+        (["--png", "x.jpg"], "--png is 'x.jpg', allowed are names of files that end in .png"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(capsys, flags, named):
     assert main(["7 3", *FLAGS, *flags]) == 2
     error = capsys.readouterr().err
     assert named in error and len(error.splitlines()) == 1
+
+
+def test_an_empty_prompt_is_refused_with_the_reason(capsys):
+    assert main(["", *FLAGS]) == 2
+    assert "the prompt is empty and has no chat template around it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [explain_script, generate_script])
+def test_a_prompt_that_is_not_utf8_is_one_line(capsys, script):
+    assert script.main(["b\udce4c", *FLAGS]) == 2
+    assert "the text has '\\udce4' at 1, allowed is text that UTF-8 can hold" in capsys.readouterr().err
+
+
+def test_every_text_that_is_encoded_is_one_that_utf8_can_hold():
+    text = Text(byte_tokenizer(), (), None, {})
+    assert text.encode("b\u00e4\U0001f600")
+    with pytest.raises(ValueError, match="at 1, allowed is text"):
+        text.encode("b\udce4c")
+
+
+@pytest.mark.parametrize("script", [explain_script, generate_script])
+def test_a_reader_that_leaves_early_ends_the_script_without_a_word(capsys, monkeypatch, script):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(script, "run", lambda options: print("a line"))
+    with open(writing, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert script.main(["7 3"]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
