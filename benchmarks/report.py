@@ -78,9 +78,12 @@ def tables(records: dict[str, dict]) -> str:
         parts.append(
             f"## {name}\n\n{record['device']}; {versions}; commit {record['commit']}; {record['date']}.\n"
         )
-        lines = ["| case | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
-        for row, cells in zip(record["rows"], rows, strict=True):
-            lines.append(f"| {row['case']} | " + " | ".join(cells.get(head, "") for head in heads) + " |")
+        parts += _noise(record["rows"])
+        names = _names(record["rows"])
+        first = ["case", "what"][: len(names[0])]
+        lines = [_line([*first, *heads]), _line(["---"] * len(first) + ["---:"] * len(heads))]
+        for name, cells in zip(names, rows, strict=True):
+            lines.append(_line([*name, *(cells.get(head, "") for head in heads)]))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -139,7 +142,7 @@ def plot(name: str, record: dict, folder: Path) -> None:
         axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_yticks(ticks, [row["case"] for row in rows], fontsize=7)
+    axes.set_yticks(ticks, [", ".join(name) for name in _names(rows)], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("time over floor")
     axes.set_title(f"{name}: {record['device']}", fontsize=9)
@@ -147,6 +150,30 @@ def plot(name: str, record: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _names(rows: list[dict]) -> list[tuple[str, ...]]:
+    """What tells the rows of a record apart: the case, and what was measured where cases repeat."""
+    cases = [row["case"] for row in rows]
+    if len(set(cases)) == len(cases):
+        return [(case,) for case in cases]
+    return [(row["case"], row["what"]) for row in rows]
+
+
+def _noise(rows: list[dict]) -> list[str]:
+    """A sentence about times by the host's clock, where a record has them."""
+    spreads = [row["spread"] for row in rows if row.get("clock") == "host" and "spread" in row]
+    if not spreads:
+        return []
+    least, most = _number(min(spreads)), _number(max(spreads))
+    return [
+        f"Times by the host's clock; the quartiles of a case lie {least} to {most} us apart. A difference\n"
+        "between cases that is not larger may be noise.\n"
+    ]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _cells(row: dict) -> dict[str, str]:

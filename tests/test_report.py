@@ -70,3 +70,14 @@ def test_every_case_has_a_line_with_its_own_figures():
     ]
     assert lines[2] == ["a", "30", "20", "1.5", "5", "1,234"]
     assert lines[3][0] == "b" and lines[3][-1] == "2"
+
+
+def test_cases_of_one_name_are_told_apart_and_times_by_the_hosts_clock_come_with_their_spread():
+    rows = [
+        {"case": "a", "what": what, "time_us": 3.0, "clock": "host", "spread": spread}
+        for what, spread in (("x", 4.0), ("y", 5.0))
+    ]
+    record = {"device": "d", "versions": {}, "commit": "c", "date": "2000-01-02", "rows": rows}
+    told = tables({"x.d": record})
+    assert "\n| case | what | time us |\n| --- | --- | ---: |\n| a | x | 3 |\n| a | y | 3 |\n" in told
+    assert "4 to 5 us apart" in told
