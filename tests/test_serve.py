@@ -200,7 +200,7 @@ def test_bad_lines_get_one_error_each_and_touch_no_others(checkpoint, tmp_path):
         ({"cancel": "nobody"}, 'no request with id "nobody"'),
         ({"cancel": 1, "prompt": "a"}, "cancel stands with prompt"),
         (good[7], "has not ended"),
-        (b'{"prompt": "\\ud800"}', ""),
+        (b'{"prompt": "\\ud800"}', "the text has '\\ud800' at 0"),
     ]
     plain = joined(run(tmp_path, checkpoint, good))
     mixed = [x for pair in zip(bad, good) for x in (pair[0][0], b"", pair[1])] + [x for x, _ in bad[8:]]
