@@ -49,13 +49,18 @@ class DecoderConfig:
 
 
 def decoder_functions(
-    config: DecoderConfig, *, project: Callable = project_by_dot, kernels: Kernels | None = None
+    config: DecoderConfig,
+    *,
+    project: Callable = project_by_dot,
+    attend: Callable = attend,
+    kernels: Kernels | None = None,
 ) -> tuple[Callable, Callable]:
     """The model as the two pure functions that jaxsample.decode takes.
 
     Args:
       config: the architecture.
       project: the linear map of every projection and of the logits, one of models.projection.
+      attend: the attention where no kernel computes it, as `models.attention.attend`.
       kernels: those of this device, from `models.kernels.kernels_of`; None computes all with XLA.
 
     Returns:
@@ -64,7 +69,7 @@ def decoder_functions(
         padding stays finite.
       unembed(weights, hidden float[B, N, W]) -> logits f32[B, N, V]; wider where embedding and head are.
     """
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, kernels)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, project, attend, kernels)))
 
     def forward(
         weights: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
@@ -79,16 +84,18 @@ def decoder_functions(
 
 def weight_shapes(config: DecoderConfig) -> Weights:
     """The tree of weights with a ShapeDtypeStruct (float32) at each leaf."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, project_by_dot))))
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(config, project_by_dot, attend))))
 
 
 class Decoder(nnx.Module):
     """Embedding, L layers, final norm, and the output projection unless it is tied."""
 
-    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None = None):
+    def __init__(
+        self, config: DecoderConfig, project: Callable, attend: Callable, kernels: Kernels | None = None
+    ):
         self.config, self.kernels = config, kernels
         self.embedding = Linear((config.vocab_size,), config.width, project=project)
-        self.layers = nnx.List([Layer(config, project, kernels) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, project, attend, kernels) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.head = Linear((config.vocab_size,), config.width, project=project)
@@ -134,10 +141,10 @@ class Layer(nnx.Module):
     Takes and returns x and what is still to be added to it, as `RMSNorm.after` takes it.
     """
 
-    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
+    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable, kernels: Kernels | None):
         self.kernels = kernels
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, project, kernels)
+        self.attention = Attention(config, project, attend, kernels)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config, project, kernels)
 
@@ -151,9 +158,10 @@ class Layer(nnx.Module):
 class Attention(nnx.Module):
     """Projections and rotation around `attend`; returns its new keys and values as the cache stores them."""
 
-    def __init__(self, config: DecoderConfig, project: Callable, kernels: Kernels | None):
+    def __init__(self, config: DecoderConfig, project: Callable, attend: Callable, kernels: Kernels | None):
         H, G, D = config.num_heads, config.num_kv_heads, config.head_size
-        self.num_queries, self.num_kv_heads, self.head_size, self.kernels = H // G, G, D, kernels
+        self.num_queries, self.num_kv_heads, self.head_size = H // G, G, D
+        self.attend, self.kernels = attend, kernels
         if config.joined_projections:
             # By key-value head, so that shards of the heads stay whole: its H/G queries, its key, its value.
             self.query_key_value = Linear(
@@ -196,7 +204,8 @@ class Attention(nnx.Module):
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         # Staged rows are rounded as the cache stores them: attention sees what later steps will read.
         staged = stage(key, value, cache.keys.dtype)
-        return self.output(attend(query, *gather_layer(cache, index), *read_staged(staged), mask)), staged
+        mixed = self.attend(query, *gather_layer(cache, index), *read_staged(staged), mask)
+        return self.output(mixed), staged
 
 
 class MLP(nnx.Module):

@@ -26,7 +26,7 @@ def value_functions(config: DecoderConfig, **parts: Any) -> tuple[Callable, Call
 
     Args:
       config: the trunk's architecture; whether its embeddings are tied does not matter, no LM head is used.
-      parts: project and kernels, as for `decoder_functions`.
+      parts: project, attend and kernels, as for `decoder_functions`.
 
     Returns:
       forward(weights, tokens, positions, cache, mask) -> (hidden, Staged), as the decoder's.

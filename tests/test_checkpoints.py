@@ -240,7 +240,7 @@ def test_expanding_a_quantised_file_peaks_at_most_a_tenth_above_the_weights(tmp_
     assert peak <= 1.1 * weights
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_restoring_with_orbax_peaks_at_most_a_tenth_above_the_weights(tmp_path, stored):
     few = dataclasses.replace(LARGE, vocab_size=64, width=64, num_layers=1, head_size=4, mlp_width=64)

@@ -474,6 +474,7 @@ def test_speculation_leaves_the_text_as_it_is():
     assert idle(engine)
 
 
+@pytest.mark.large
 def test_a_draft_models_cache_lies_in_the_same_pages():
     draft_forward, draft_unembed = lookup_functions(V)
     features = FEATURES[1]

@@ -44,7 +44,7 @@ def params_of(limits, temperature, top_k, top_p, min_p, num_logprobs=-1):
 # --- other software --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hf", "vllm"])
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.large)])
 def test_kept_sets_are_those_of_other_software_on_both_routes(name):
     num_exact = 0
     for logits, temperature, top_k, top_p, min_p, expected, _, _ in vectors(name):
@@ -74,7 +74,11 @@ PROCESSED = Features(
 FEW = Features(tier="filtered", num_candidates=16, filter_order="vllm")
 
 
-@pytest.mark.parametrize(("name", "features"), [("hf", PROCESSED), ("vllm", FEW)], ids=["hf", "vllm"])
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [("hf", PROCESSED), pytest.param("vllm", FEW, marks=pytest.mark.large)],
+    ids=["hf", "vllm"],
+)
 def test_sample_draws_from_the_kept_sets_of_other_software(name, features):
     # Noise that favours one token beyond all others shows whether that token is kept.
     for logits, temperature, top_k, top_p, min_p, expected, _, _ in vectors(name):

@@ -84,7 +84,7 @@ def generated(tmp_path_factory):
     return run(LINES, "--guide", str(GUIDE)), run([{**line, "guidance": None} for line in LINES])
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_constraints_take_the_candidate_of_the_least_and_the_greatest_value(generated):
     """And rows that are not guided get the tokens of a run without a value model."""
     guided, plain = generated
@@ -102,7 +102,7 @@ def test_constraints_take_the_candidate_of_the_least_and_the_greatest_value(gene
     assert num_clear > 8
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_server_gives_guided_and_other_requests_the_tokens_of_generate(generated, tmp_path):
     lines = [{**COMMON, **line, "id": number} for number, line in enumerate(LINES)]
     bad = {"id": "bad", "prompt": "5", "top_k": 9, "guidance": {"scale": 2}}

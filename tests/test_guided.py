@@ -346,7 +346,7 @@ class Only:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_drafts_and_grammars_leave_guided_text_as_it_is():
     engine = make_engine(14, proposer=js.ngram_proposer(js.chain(2), max_ngram=1), grammars=True)
     generator = np.random.default_rng(8)

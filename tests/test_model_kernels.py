@@ -133,13 +133,8 @@ def plain(query, key, value, norms, cos, sin, cache, layer, mask):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("tree-normed", jnp.bfloat16),
         ("chain-paged", jnp.float32),
-        *(
-            pytest.param(name, jnp.bfloat16, marks=pytest.mark.large)
-            for name in CASES
-            if name != "tree-normed"
-        ),
+        *(pytest.param(name, jnp.bfloat16, marks=pytest.mark.large) for name in CASES),
         *(
             pytest.param(name, jnp.float32, marks=pytest.mark.large)
             for name in CASES

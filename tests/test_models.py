@@ -193,7 +193,13 @@ def test_logits_are_scaled_and_then_soft_capped():
     assert np.abs(logits - 3 * np.tanh(2.5 * plain / 3)).max() <= 8 * 2.0**-24 * 2.5 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize(("dtype", "num_rows"), [(jnp.float32, 1), (jnp.float32, 3), (jnp.bfloat16, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [
+        (jnp.float32, 1),
+        *(pytest.param(dtype, 3, marks=pytest.mark.large) for dtype in (jnp.float32, jnp.bfloat16)),
+    ],
+)
 def test_projections_by_reduction_are_those_by_products_to_rounding(dtype, num_rows):
     config = dataclasses.replace(SMALL, qkv_bias=True)
     weights = random_weights(config, 7, dtype)

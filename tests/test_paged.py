@@ -231,7 +231,7 @@ def _decode(cache):
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(jnp.float32, marks=pytest.mark.large), FP8],
+    [pytest.param(dtype, marks=pytest.mark.large) for dtype in (jnp.float32, FP8)],
     ids=lambda dtype: jnp.dtype(dtype).name,
 )
 def test_a_whole_decode_is_the_same_in_pages_and_in_one_byte(dtype):

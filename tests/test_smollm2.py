@@ -24,6 +24,7 @@ def model():
     return load(fetch_smollm2(), np.float32)
 
 
+@pytest.mark.large
 def test_greedy_text_and_logprobs_with_ngram_drafts_are_those_of_transformers(model):
     expected = json.loads((DATA / "smollm2_expected.json").read_text())
     requests = []

@@ -132,6 +132,7 @@ def test_matching_ngrams_gives_the_text_cache_and_logprobs_of_plain_decoding():
     assert (writes.staged - writes.windows).sum() == sums[0]
 
 
+@pytest.mark.large
 def test_matching_the_models_own_draws_accepts_every_proposal():
     # A draft model equal to the target, drawing with the target's noise, proposes what the target draws: along the
     # chain of first children, that is.
@@ -158,10 +159,10 @@ VERIFIERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.large] * (name != "tree_distinct")) for name in VERIFIERS],
+    VERIFIERS,
 )
 def test_greedy_rows_get_the_text_of_plain_decoding_from_every_verifier(name):
     verify, tree, pick = VERIFIERS[name]

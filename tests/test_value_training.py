@@ -353,7 +353,7 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_stopped_and_its_model_
     np.testing.assert_allclose(value(loaded.weights, hidden), small.logits(whole.trained, tokens), atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_trained_model_guides_replies_to_the_lengths_that_exact_values_give(small, tmp_path):
     """The chain as the guided model, p' ~ p exp(s v) from its values; 128 replies for either sign of s."""
     weights = small.train(walks(4000, 1, most=200), Labels(GAMMA, WINDOW))
