@@ -231,7 +231,7 @@ def test_loading_shards_peaks_at_most_a_tenth_above_the_weights(tmp_path):
     assert peak <= 1.1 * weights
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_expanding_a_quantised_file_peaks_at_most_a_tenth_above_the_weights(tmp_path):
     few = dataclasses.replace(LARGE, vocab_size=64, width=64, num_layers=1, head_size=4, mlp_width=64)
     small = write_quantised_gguf(tmp_path / "small.gguf", few)

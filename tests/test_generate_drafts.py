@@ -59,7 +59,7 @@ def _same(ours, theirs):
 @pytest.mark.parametrize(
     ("verify", "drafter", "num_drafts"),
     [
-        ("match", "ngram", 3),
+        pytest.param("match", "ngram", 3, marks=pytest.mark.large),
         pytest.param("match", "draft", 2, marks=pytest.mark.large),
         pytest.param("tree", "draft", 3, marks=pytest.mark.large),
     ],

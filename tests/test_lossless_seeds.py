@@ -188,7 +188,10 @@ def check(name, num_seeds):
         assert (accepted[[3, 7]] == 0).all()  # disjoint supports
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.large] * (name == "tree, with replacement")) for name in RUNS],
+)
 def test_emitted_tokens_have_the_law_of_the_target(name):
     """2^17 seeds for the eight laws.
 
@@ -201,10 +204,7 @@ def test_emitted_tokens_have_the_law_of_the_target(name):
 # Block verification looks ahead and carries its noise from step to step: it has the most that could be slightly off.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "block, two drafts" else pytest.mark.large)
-        for name in RUNS
-    ],
+    [pytest.param(name, marks=pytest.mark.large) for name in RUNS],
 )
 def test_emitted_tokens_have_the_law_of_the_target_over_a_million_seeds(name):
     """2^20 seeds for the eight laws: relative errors of 2 % (V = 3) or 3 % (V = 5) fail, in the sense above."""

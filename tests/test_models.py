@@ -251,7 +251,13 @@ def test_padding_tokens_read_as_id_0():
     np.testing.assert_array_equal(padded, zero)
 
 
-@pytest.mark.parametrize("variant", [{}, {"qkv_bias": True, "tied_embeddings": True}, {"qk_norm": True}])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"qkv_bias": True, "tied_embeddings": True},
+        *(pytest.param(variant, marks=pytest.mark.large) for variant in ({}, {"qk_norm": True})),
+    ],
+)
 def test_bfloat16_weights_give_float32_logits_near_the_float32_ones(variant):
     config = dataclasses.replace(SMALL, **variant)
     weights = random_weights(config, 5, jnp.bfloat16)

@@ -140,7 +140,7 @@ def text_of_one_device(config):
 @pytest.mark.parametrize(
     ("mesh", "vocab_size", "drafts"),
     [
-        ("data=2,tensor=3", 96, False),
+        pytest.param("data=2,tensor=3", 96, False, marks=pytest.mark.large),
         pytest.param("data=2,tensor=3", 100, False, marks=pytest.mark.large),
         pytest.param("data=3,tensor=2", 96, True, marks=pytest.mark.large),
     ],
@@ -167,7 +167,7 @@ def test_generation_on_a_mesh_gives_the_text_of_one_device(mesh, vocab_size, dra
 @pytest.mark.parametrize(
     ("mesh", "verify"),
     [
-        ("data=2,tensor=3", None),
+        pytest.param("data=2,tensor=3", None, marks=pytest.mark.large),
         pytest.param("tensor=6", None, marks=pytest.mark.large),
         pytest.param("data=2,tensor=3", "match", marks=pytest.mark.large),
     ],

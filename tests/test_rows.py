@@ -94,6 +94,7 @@ def test_a_row_does_not_feel_what_its_neighbours_become(mode):
     assert [result[b] for b in kept] == [whole(mode)[b] for b in kept]
 
 
+@pytest.mark.large
 def test_a_row_of_many_tiles_has_its_bits_alone():
     limits = dataclasses.replace(LIMITS, vocab_size=4999)
     batch = batches.random_batch(np.random.default_rng(4999), 8, limits, 4999)

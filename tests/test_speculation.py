@@ -179,6 +179,7 @@ def test_greedy_rows_get_the_text_of_plain_decoding_from_every_verifier(name):
     assert sums[0] > 0
 
 
+@pytest.mark.large
 def test_a_step_at_one_prompt_draws_by_the_models_law_whatever_the_draft():
     # 20,000 seeds at once: the first token after a fixed prompt, drafted by another model.
     num_rows = 20_000

@@ -16,7 +16,7 @@ from tests.test_models import DATA
 MODEL = DATA / "qwen3_tied"  # without a tokenizer
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_rollouts_train_a_value_model_that_stops_and_goes_on(checkpoint, tmp_path, capsys):  # noqa: F811
     prompts, rollouts, run = tmp_path / "prompts.txt", tmp_path / "rollouts.jsonl", tmp_path / "run"
     prompts.write_text(
