@@ -15,14 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsample as js
 from benchmarks import cases, measure
 from benchmarks.bench_step import Batch
-from models.axes import weight_specs
 from models.decoder import DecoderConfig, decoder_functions
-from models.placement import AXES, DATA, TENSOR, cache_sharding, make_mesh, place_model, row_sharding
+from models.placement import (
+    DATA,
+    TENSOR,
+    cache_sharding,
+    make_mesh,
+    place_model,
+    row_sharding,
+    weight_shardings,
+)
 from models.presets import preset
 from models.random_weights import random_weights
 
@@ -57,10 +63,8 @@ def run(
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     num_tensor = math.gcd(config.num_heads, num_devices)
     mesh = make_mesh({DATA: num_devices // num_tensor, TENSOR: num_tensor})
-    specs = weight_specs(config, mesh.shape, AXES)
-    is_spec = lambda value: isinstance(value, PartitionSpec)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-    config, weights = place_model(config, random_weights(config, 0, dtype, shardings), mesh)
+    weights = random_weights(config, 0, dtype, weight_shardings(config, mesh))
+    config, weights = place_model(config, weights, mesh)
     read = sum(_share(leaf) for leaf in jax.tree.leaves(weights))
     if not config.tied_embeddings:  # of the input embedding only B rows are read
         read -= _share(weights["embedding"]["weight"])

@@ -56,7 +56,7 @@ def from_arrays(
       SamplingParams of B rows, neutral in all other fields.
 
     Raises:
-      ValueError: an array that has not B rows.
+      ValueError: an array that has not B rows, or seeds that are no integers.
     """
     seed = _seed_words(seed)
     num_rows = seed.shape[0]
@@ -136,7 +136,8 @@ def as_sample_fn(
     _check_settings(settings, limits, features)
 
     def sample_fn(logits, key, **own: Any) -> jax.Array:
-        _check_settings({**settings, **own}, limits, features)
+        if own:
+            _check_settings({**settings, **own}, limits, features)
         if logits.ndim not in (2, 3) or (logits.ndim == 3 and logits.shape[1] != 1):
             raise ValueError(f"logits have shape {list(logits.shape)}, expected [B, V] or [B, 1, V]")
         split = getattr(getattr(jax.typeof(logits), "sharding", None), "spec", None) or (None,)

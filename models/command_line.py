@@ -27,7 +27,6 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
-_GUIDANCE_NUMBERS = ("scale", "gamma", "value_min", "entropy_threshold", "target_value", "target_length")
 
 
 class Parser(argparse.ArgumentParser):
