@@ -79,18 +79,18 @@ _ABOUT_THINGS = {
     "dialogue": ("Write a short dialogue in which two friends talk about {x}.",),
 }
 _TASKS = _topics(
-    """bake bread|change a bicycle tyre|learn to swim|start a vegetable garden|clean a coffee machine|write a CV|
-    prepare for a job interview|save money each month|train for a five-kilometre run|make a paper boat|
-    paint a wall|pack for a weekend trip|choose a laptop|look after a cat|learn to type faster|
-    cook rice|organise a bookshelf|plan a birthday party|set up a home office|fall asleep more easily|
-    take better photographs|repair a leaking tap|make a budget|learn a new language|study for an exam|
-    give a short speech|write a thank-you note|wash a wool jumper|grow tomatoes on a balcony|
-    teach a dog to sit|knit a scarf|build a birdhouse|find a flat|remember names|read a map|
-    make a salad dressing|sharpen a knife|remove a stain|plan a hike|feed a family cheaply|start a blog|
-    learn the guitar|stretch after running|store potatoes|back up files|choose a password|
-    cut down on sugar|wrap a present|light a campfire|draw a face|play table tennis|
-    sort family photographs|clean windows|host a book club|make jam|move to another town|ride a horse|
-    write down a family recipe|set a table|ask for a pay rise"""
+    """bake bread|change a bicycle tyre|learn to swim|start a vegetable garden|clean a coffee machine|
+    write a CV|prepare for a job interview|save money each month|train for a five-kilometre run|
+    make a paper boat|paint a wall|pack for a weekend trip|choose a laptop|look after a cat|
+    learn to type faster|cook rice|organise a bookshelf|plan a birthday party|set up a home office|
+    fall asleep more easily|take better photographs|repair a leaking tap|make a budget|
+    learn a new language|study for an exam|give a short speech|write a thank-you note|
+    wash a wool jumper|grow tomatoes on a balcony|teach a dog to sit|knit a scarf|build a birdhouse|
+    find a flat|remember names|read a map|make a salad dressing|sharpen a knife|remove a stain|
+    plan a hike|feed a family cheaply|start a blog|learn the guitar|stretch after running|
+    store potatoes|back up files|choose a password|cut down on sugar|wrap a present|light a campfire|
+    draw a face|play table tennis|sort family photographs|clean windows|host a book club|make jam|
+    move to another town|ride a horse|write down a family recipe|set a table|ask for a pay rise"""
 )
 _ABOUT_TASKS = {
     "how to": (

@@ -4,9 +4,9 @@
     python scripts/report_companions.py measure --prompts runs/prompts/held_out.jsonl
     python scripts/report_companions.py write
 
-`prompts` writes the prompts of `models.companion_prompts` as token ids. `measure` has the model reply to held-out
-ones with and without its value model and keeps the figures in models/companions/results/; it needs no tokenizer.
-`write` makes docs/results.md, its plots and the model card of the figures there.
+`prompts` writes the prompts of `models.companion_prompts` as token ids. `measure` has the model reply to
+held-out ones with and without its value model and keeps the figures in models/companions/results/; it needs no
+tokenizer. `write` makes docs/results.md, its plots and the model card of the figures there.
 """
 
 import argparse
