@@ -5,8 +5,8 @@
     python scripts/report_companions.py write
 
 `prompts` writes the prompts of `models.companion_prompts` as token ids. `measure` has the model reply to
-held-out ones with and without its value model and keeps the figures in models/companions/results/; it needs no
-tokenizer. `write` makes docs/results.md, its plots and the model card of the figures there.
+held-out ones with and without its value model; figures go to models/companions/results/, and no tokenizer is
+needed. `write` makes docs/results.md, its plots and the model card of the figures there.
 """
 
 import argparse
