@@ -10,16 +10,23 @@ needed. `write` makes docs/results.md, its plots and the model card of the figur
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # models/ is not an installed package
 
-from models.command_line import Parser, add_model_flags, load_model
+from models.checkpoints import write_json
+from models.command_line import Parser, add_model_flags, keep_compiled_programs, load_guide, load_model
+from models.companion_measure import Aims, measure
 from models.companion_prompts import held_out_prompts, train_prompts
 from models.json_fields import prepare
+from models.prompt_files import read_prompts
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "models" / "companions" / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +56,33 @@ def run_prompts(options: argparse.Namespace) -> None:
         print(f"{options.out / name}.jsonl: {len(prompts)} prompts", file=sys.stderr)
 
 
+def run_measure(options: argparse.Namespace) -> None:
+    """Draws replies to held-out prompts in all ways, and writes the figures."""
+    names = [field.name for field in dataclasses.fields(Aims)]
+    given = {name: getattr(options, name) for name in names}
+    aims = Aims(
+        **{name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
+    )
+    keep_compiled_programs()
+    model = load_model(options)
+    guide, text = load_guide(options, model), model.text
+    assert (
+        guide is not None and text is not None
+    )  # there is a default; `load_model` refuses models without text
+    wishes = read_prompts(options.prompts)[: options.num_prompts]
+    prompts = [prepare(wish, text, raw=options.raw)[0] for wish in wishes]
+    eos = options.eos_token_id or text.eos_token_ids
+    if not eos:
+        raise ValueError("nothing ends a reply: give --eos-token-id")
+    started = time.perf_counter()
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    figures = measure(model.config, model.weights, guide, prompts, eos, aims, options.rows, say)
+    figures["facts"]["seconds"] = round(time.perf_counter() - started, 1)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out, figures)
+    say(f"figures in {options.out}")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
@@ -58,6 +92,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     prompts.set_defaults(run=run_prompts)
     prompts.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR")
     add_model_flags(prompts)
+
+    made = jobs.add_parser("measure", help="reply to held-out prompts in all ways, keep the figures")
+    made.set_defaults(run=run_measure, guide_gamma=None)
+    made.add_argument("--prompts", type=pathlib.Path, required=True, metavar="JSONL")
+    made.add_argument("--num-prompts", type=int, metavar="N", help="the first N; default all")
+    made.add_argument("--guide", type=pathlib.Path, default=pathlib.Path("smollm2"), metavar="PATH")
+    made.add_argument("--eos-token-id", type=int, nargs="+", metavar="ID", help="default: the tokenizer's")
+    made.add_argument("--rows", type=int, default=256, help="replies at once, default %(default)s")
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS / "value.json", metavar="JSON")
+    for field in dataclasses.fields(Aims):
+        kind = type(field.default[0]) if isinstance(field.default, tuple) else type(field.default)
+        several = "+" if isinstance(field.default, tuple) else None
+        shown = " ".join(map(str, field.default)) if several else field.default
+        flag = f"--{field.name.replace('_', '-')}"
+        made.add_argument(flag, type=kind, nargs=several, help=f"default {shown}")
+    add_model_flags(made)
     return parser.parse_args(arguments)
 
 
