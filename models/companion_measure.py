@@ -82,7 +82,10 @@ def measure(
     if guide.gamma is None:
         raise ValueError("the value model does not say its gamma")
     longest = max(map(len, prompts)) + aims.max_tokens
-    settings = {"max_rows": max_rows, "num_slots": min(-(-longest // _SLOTS) * _SLOTS, config.max_length)}
+    settings: dict[str, Any] = {
+        "max_rows": max_rows,
+        "num_slots": min(-(-longest // _SLOTS) * _SLOTS, config.max_length),
+    }
 
     def draw(ways: Sequence[tuple[dict[str, Any], dict[str, Any] | None]], guide: ValueModel | None):
         """The samples of each way, prompt by prompt."""
@@ -126,9 +129,9 @@ def measure(
         cut = [truncated(sample, target) for sample in _flat(plain)]
         cases.append({"way": "truncated", "at": target, **summary(cut, target)})
     shown = [
-        {"way": way, "at": at, "prompt": prompt, "token_ids": samples[prompt][0].token_ids}
+        {"way": way, "at": at, "prompt_token_ids": prompt, "token_ids": replies[0].token_ids}
         for (way, at), samples in zip([("plain", None), *names], [plain, *drawn])
-        for prompt in range(min(_NUM_SHOWN, len(prompts)))
+        for prompt, replies in list(zip(prompts, samples))[:_NUM_SHOWN]
     ]
     facts = {**dataclasses.asdict(aims), "num_prompts": len(prompts), "gamma": guide.gamma}
     facts |= {"num_layers": guide.config.num_layers, "device": jax.devices()[0].device_kind}

@@ -1,5 +1,7 @@
 """How far a long job is: a bar on standard error."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -27,7 +29,8 @@ class Progress:
 
     def update(self, done: int, words: str | None = None) -> None:
         """Tells how much is done of it all, and what to say beside it; None: what was said before."""
-        self._bar.update(self._task, completed=done, **({} if words is None else {"words": words}))
+        fields: dict[str, Any] = {} if words is None else {"words": words}
+        self._bar.update(self._task, completed=done, **fields)
 
     def advance(self) -> None:
         """One more is done."""
