@@ -73,61 +73,11 @@ def run_prompts(options: argparse.Namespace) -> None:
 
 def run_measure(options: argparse.Namespace) -> None:
     """Draws replies to held-out prompts in all ways, and writes the figures."""
-    names = [field.name for field in dataclasses.fields(Aims)]
-    given = {name: getattr(options, name) for name in names}
-    asked: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    aims = Aims(**{name: tuple(x) if isinstance(x, list) else x for name, x in asked.items()})
-    keep_compiled_programs,
-    load_guide,
-    load_model,
-)
-from models.companion_measure import Aims, measure
-from models.companion_prompts import held_out_prompts, train_prompts
-from models.companion_report import PLOTS, card, draw, page
-from models.delta import DESCRIPTION, TENSORS
-from models.json_fields import prepare
-from models.load_safetensors import read_json
-from models.prompt_files import read_prompts
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "models" / "companions" / "results"
-_SHOWN = 300  # characters of a reply that is shown
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0, or 2 with one line on standard error for what the user can mend."""
-    try:
-        options = parse(arguments)
-        options.run(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def run_prompts(options: argparse.Namespace) -> None:
-    """Writes train.jsonl and held_out.jsonl: one prompt a line, as the user's turn of a chat."""
-    text = load_model(options).text
-    assert text is not None  # `load_model` refuses models without
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, prompts in (("train", train_prompts()), ("held_out", held_out_prompts())):
-        with (options.out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for prompt in prompts:
-                ids, _ = prepare({"prompt": prompt.text}, text, raw=options.raw)
-                fields = {"kind": prompt.kind, "topic": prompt.topic, "text": prompt.text}
-                print(json.dumps({**fields, "prompt_token_ids": ids}), file=file)
-        print(f"{options.out / name}.jsonl: {len(prompts)} prompts", file=sys.stderr)
-
-
-def run_measure(options: argparse.Namespace) -> None:
-    """Draws replies to held-out prompts in all ways, and writes the figures."""
-    names = [field.name for field in dataclasses.fields(Aims)]
-    given = {name: getattr(options, name) for name in names}
-    aims = Aims(
-        **{name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None}
-    )
+    given = {name: getattr(options, name) for name in dataclasses.asdict(Aims())}
+    asked: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x is not None
+    }
+    aims = dataclasses.replace(Aims(), **asked)
     keep_compiled_programs()
     model = load_model(options)
     guide, text = load_guide(options, model), model.text
