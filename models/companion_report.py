@@ -317,7 +317,8 @@ def _filled(*parts: str) -> list[str]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     line = lambda cells: "| " + " | ".join(cells) + " |"
-    return [line(heads), line(["---", *["---:"] * (len(heads) - 1)]), *map(line, rows)]
+    words = ("way", "text", heads[0])
+    return [line(heads), line(["---" if head in words else "---:" for head in heads]), *map(line, rows)]
 
 
 def _range(entry: dict[str, Any]) -> str:
