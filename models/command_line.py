@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
 from models.fetch import cache_folder, fetch_smollm2
 from models.guiding import WORDS, fit_vocabulary
+from models.joining import join_for_kernels
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
 from models.load_value import ValueModel, load_value_model
@@ -106,6 +107,8 @@ def load_guide(options: argparse.Namespace, model: LoadedModel) -> ValueModel | 
         return None
     guide = load_value_model(options.guide, jax.numpy.dtype(dtype_of(options)))
     guide = fit_vocabulary(guide, model.config, model.text, str(options.guide))
+    config, trunk = join_for_kernels(guide.config, guide.weights["trunk"])
+    guide = dataclasses.replace(guide, config=config, weights={**guide.weights, "trunk": trunk})
     return guide if options.guide_gamma is None else dataclasses.replace(guide, gamma=options.guide_gamma)
 
 
@@ -165,14 +168,20 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
             raise ValueError("--model and --random-weights name two models, give one of them")
         config = preset(options.random_weights)
         weights = jax.block_until_ready(random_weights(config, 0, dtype, weight_shardings(config, mesh)))
+        config, weights = join_for_kernels(config, weights, mesh)
         return LoadedModel(config, weights, TokenIds(config.vocab_size))
     path = options.model or fetch_smollm2()
-    model = load(path, dtype, mesh)
+    model = _joined(load(path, dtype, mesh), mesh)
     if options.token_ids:
         return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
     if model.text is None:
         raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
     return model
+
+
+def _joined(model: LoadedModel, mesh: Mesh | None = None) -> LoadedModel:
+    config, weights = join_for_kernels(model.config, model.weights, mesh)
+    return dataclasses.replace(model, config=config, weights=weights)
 
 
 def read_speculation(options: argparse.Namespace) -> Speculation | None:
@@ -192,7 +201,7 @@ def read_speculation(options: argparse.Namespace) -> Speculation | None:
     if kind == "ngram" and not path:
         return Speculation(num_drafts, verify)
     if kind == "draft" and path:
-        model = load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options)))
+        model = _joined(load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options))), options.mesh)
         return Speculation(num_drafts, verify, (model.config, model.weights))
     raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
 
