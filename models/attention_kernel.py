@@ -26,7 +26,7 @@ _PROGRAMS = 132  # the multiprocessors of an H200: a row's slots are split until
 
 def takes(cache: Cache, query: Heads) -> bool:
     """Whether `attend_new` is made for the step: few tokens, a cache of floats, heads of a power of two."""
-    size, num_queries = query.array.shape[-1], query.array.shape[-4] * query.count
+    size, num_queries = query.array.shape[-1], query.array.shape[1] * query.count
     fits = size in (32, 64, 128, 256) and num_queries <= _MOST_QUERIES
     return fits and not is_quantized(cache.keys.dtype)
 
@@ -63,12 +63,12 @@ def attend_new(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    B, N, G, _, D = query.array.shape[-5:]
+    B, N, G, _, D = query.array.shape
     S, num_queries = cache.num_slots, N * query.count
     size, num_nodes = _power_of_two(num_queries), _power_of_two(N)
     num_blocks = -(-S // _SLOTS)
     num_parts = min(num_blocks, max(1, _PROGRAMS // (B * G)))
-    dtype, storage = query.dtype, cache.keys.dtype
+    dtype, storage = query.array.dtype, cache.keys.dtype
 
     inputs, specs = [], []
 
@@ -77,9 +77,8 @@ def attend_new(
         specs.append(pl.BlockSpec(block, index))
 
     for heads in (query, key, value):
-        parts = heads.array.reshape(-1, *heads.array.shape[-5:])
-        rows = parts.shape[4]
-        give(parts, (len(parts), None, N, None, rows, D), lambda b, g, p: (0, b, 0, g, 0, 0))
+        rows = heads.array.shape[3]
+        give(heads.array, (None, N, None, rows, D), lambda b, g, p: (b, 0, g, 0, 0))
         if heads.bias is not None:
             give(heads.bias, (None, rows, D), lambda b, g, p: (g, 0, 0))
     if norms is not None:
@@ -114,7 +113,6 @@ def attend_new(
         blocks=-(-num_blocks // num_parts),
         size=size,
         num_nodes=num_nodes,
-        dtype=dtype,
     )
     call = functools.partial(pl.pallas_call, interpret=interpret)
     keys, values, mixed, top, total = call(
@@ -143,7 +141,7 @@ def attend_new(
     return joined.reshape(B, N, G * count * D), Staged(keys, values)
 
 
-def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_nodes, dtype):
+def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_nodes):
     """One part of the slots of a row and key-value head; the first part also has the staged tokens."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -154,8 +152,8 @@ def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_no
     cos_ref, sin_ref, mask_ref, length_ref, layer_ref = (next(given) for _ in range(5))
     table_ref = next(given) if page_size is not None else None
     keys_ref, values_ref = given
-    _, num_tokens, _, width = arrays[0][0].shape
-    half = width // 2
+    num_tokens, _, width = arrays[0][0].shape
+    dtype, half = arrays[0][0].dtype, width // 2
     dims = jnp.arange(width, dtype=jnp.int32)[None, :]
     partner = jnp.where(dims < half, dims + half, dims - half)  # what a rotation mixes a number with
 
@@ -163,13 +161,8 @@ def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_no
     def read(which, node, row, dims):
         ref, bias_ref = arrays[which]
         row = row + heads[which][0]
-        parts = [
-            plt.load(ref.at[part, node, row, dims], mask=node < num_tokens, other=0)
-            for part in range(ref.shape[0])
-        ]
-        return sum(parts[1:], parts[0]).astype(dtype), None if bias_ref is None else plt.load(
-            bias_ref.at[row, dims]
-        )
+        x = plt.load(ref.at[node, row, dims], mask=node < num_tokens, other=0)
+        return x, None if bias_ref is None else plt.load(bias_ref.at[row, dims])
 
     def read_rotated(which, node, row):
         known = node < num_tokens

@@ -3,7 +3,7 @@
 Kernels take them in this form, so that nothing is cut or copied between a matrix product and them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -12,17 +12,15 @@ class Heads(NamedTuple):
     """`count` heads of each of G key-value heads, from `first` on in an array that may hold others as well.
 
     Fields:
-      array: float[B, N, G, rows, D], or f32[P, B, N, G, rows, D] whose sum, rounded to dtype, it is.
+      array: float[B, N, G, rows, D].
       bias: float[G, rows, D], to be added; None for none.
       first, count: which of the rows.
-      dtype: of the heads.
     """
 
     array: jax.Array
     bias: jax.Array | None
     first: int
     count: int
-    dtype: Any
 
 
 class Norms(NamedTuple):
@@ -36,9 +34,7 @@ class Norms(NamedTuple):
 def read_heads(heads: Heads) -> jax.Array:
     """The heads with their bias, [B, N, G * count, D]."""
     rows = slice(heads.first, heads.first + heads.count)
-    x = heads.array[..., rows, :]
-    if x.ndim == 6:
-        x = x.sum(axis=0).astype(heads.dtype)
+    x = heads.array[:, :, :, rows]
     if heads.bias is not None:
         x = x + heads.bias[None, None, :, rows]
     return x.reshape(*x.shape[:2], -1, x.shape[-1])

@@ -41,7 +41,6 @@ class Case:
     normed: bool
     page_size: int | None = None
     storage: str | None = None
-    parts: int = 0  # float32 ones that the projections come in; 0: whole, in the model's dtype
 
 
 CASES = {
@@ -49,10 +48,7 @@ CASES = {
     "tree-normed": Case(
         2, js.from_paths([(0, 0), (1,), (2, 0)]), 6, 2, 32, 100, joined=False, bias=False, normed=True
     ),
-    "chain-paged": Case(
-        3, js.chain(4), 14, 2, 64, 96, joined=True, bias=True, normed=False, page_size=16, parts=3
-    ),
-    "tree-parts": Case(2, js.from_paths([(0,), (1,)]), 4, 2, 32, 70, True, True, normed=True, parts=2),
+    "chain-paged": Case(3, js.chain(4), 14, 2, 64, 96, joined=True, bias=True, normed=False, page_size=16),
     "many-parts": Case(
         1, js.chain(7), 8, 1, 32, 2000, joined=False, bias=True, normed=True, storage="float16"
     ),
@@ -65,13 +61,11 @@ def inputs(case: Case, dtype) -> Any:
     N, G, D, R = case.tree.num_nodes, case.num_kv_heads, case.size, case.num_heads // case.num_kv_heads
     if case.joined:
         array = draw(case.num_rows, N, G, R + 2, D)
-        if case.parts:
-            array = jnp.asarray(rng.standard_normal((case.parts, *array.shape)), jnp.float32)
         bias = draw(G, R + 2, D) if case.bias else None
-        heads = tuple(Heads(array, bias, first, n, dtype) for first, n in ((0, R), (R, 1), (R + 1, 1)))
+        heads = Heads(array, bias, 0, R), Heads(array, bias, R, 1), Heads(array, bias, R + 1, 1)
     else:
         heads = tuple(
-            Heads(draw(case.num_rows, N, G, n, D), draw(G, n, D) if case.bias else None, 0, n, dtype)
+            Heads(draw(case.num_rows, N, G, n, D), draw(G, n, D) if case.bias else None, 0, n)
             for n in (R, 1, 1)
         )
     norms = Norms(draw(D), draw(D), 1e-5) if case.normed else None
