@@ -28,6 +28,8 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
+# Value models that come with the repository, by what --guide calls them.
+COMPANIONS = {"smollm2": pathlib.Path(__file__).parent / "companions" / "smollm2_value"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +65,12 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 def add_guidance_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `load_guide` and `guidance_defaults` read, named like make_guidance's arguments."""
     flags = parser.add_argument_group("guidance")
-    flags.add_argument("--guide", type=pathlib.Path, metavar="PATH", help="folder of a value model (LenVM)")
+    flags.add_argument(
+        "--guide",
+        type=pathlib.Path,
+        metavar="PATH",
+        help=f"folder of a value model (LenVM), or {', '.join(COMPANIONS)}: the one shipped for that model",
+    )
     flags.add_argument("--guide-mode", choices=tuple(MODES), help="default mul, where there is no target")
     flags.add_argument("--guide-constraint", choices=tuple(CONSTRAINTS), help="default eq, with a target")
     flags.add_argument("--guide-length-mode", choices=LENGTH_MODES, help=f"default {LENGTH_MODES[0]}")
@@ -105,7 +112,8 @@ def load_guide(options: argparse.Namespace, model: LoadedModel) -> ValueModel | 
     """
     if options.guide is None:
         return None
-    guide = load_value_model(options.guide, jax.numpy.dtype(dtype_of(options)))
+    path = COMPANIONS.get(str(options.guide), options.guide)
+    guide = load_value_model(path, jax.numpy.dtype(dtype_of(options)), model)
     guide = fit_vocabulary(guide, model.config, model.text, str(options.guide))
     config, trunk = join_for_kernels(guide.config, guide.weights["trunk"])
     guide = dataclasses.replace(guide, config=config, weights={**guide.weights, "trunk": trunk})
