@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tokenizers
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
@@ -140,6 +139,8 @@ def _config(fields: Any, path: pathlib.Path) -> DecoderConfig:
 def _text(folder: pathlib.Path) -> Text | None:
     if not (folder / TEXT).is_file():
         return None
+    import tokenizers
+
     fields = _read_json(folder / TEXT)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))

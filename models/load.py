@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from models.checkpoints import is_checkpoint, load_checkpoint
 from models.decoder import DecoderConfig, Weights
-from models.load_gguf import load_gguf
 from models.load_safetensors import load_folder
 from models.text import Text, TokenIds
 
@@ -52,6 +51,8 @@ def load(path: str | pathlib.Path, dtype: Any, mesh: Mesh | None = None) -> Load
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF":
+        from models.load_gguf import load_gguf  # its reader is needed for nothing else
+
         return LoadedModel(*load_gguf(path, dtype, mesh))
     if path.suffix == ".safetensors":
         raise ValueError(f"{path}: give the folder that holds config.json and model.safetensors")

@@ -10,7 +10,6 @@ import json
 import pathlib
 from typing import Any
 
-import tokenizers
 from jax.sharding import Mesh
 
 from models.decoder import DecoderConfig, Weights
@@ -200,6 +199,8 @@ def text_from_folder(folder: pathlib.Path, config: dict[str, Any]) -> Text | Non
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
+    import tokenizers
+
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception

@@ -1,4 +1,4 @@
-"""Reads tensors out of safetensors files one at a time, by plain reads: nothing is mapped into memory.
+"""Reads tensors out of safetensors files one at a time, by plain reads: no memory is mapped. Writes them.
 
 A tensor is converted to the wanted dtype block by block, so that the host holds one tensor in that dtype and
 one block in the file's. Knows nothing of models.
@@ -9,6 +9,7 @@ Source: the safetensors format description: 8 bytes of header length, a JSON hea
 import json
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,7 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
 }
 _BLOCK = 1 << 20  # bytes of the file a read, where they are converted
 _LONGEST_HEADER = 100 << 20  # bytes, as the format says
@@ -64,6 +66,31 @@ class SafetensorsFile:
                 _fill(file, part.view(np.uint8), self.path)
                 result[begin : begin + part.size] = part
         return result.reshape(self.shapes[name])
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file; the same tensors give the same bytes.
+
+    Args:
+      path: the file.
+      tensors: by name, of the float dtypes that can be read; dtypes are kept.
+    """
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    words = json.dumps(header).encode("utf-8")
+    words += b" " * (-len(words) % 8)  # tensors begin at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
 
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:

@@ -5,10 +5,10 @@ Knows nothing of files, weights or sampling.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jinja2
-import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+if TYPE_CHECKING:  # imported where text is met: models without a text side do without both packages
+    import tokenizers
 
 _REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no complete character
 
@@ -17,7 +17,7 @@ _REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no complete chara
 class Text:
     """The text side of one model."""
 
-    tokenizer: tokenizers.Tokenizer
+    tokenizer: "tokenizers.Tokenizer"
     eos_token_ids: tuple[int, ...]  # ids that end a reply
     chat_template: str | None  # Jinja source
     special_tokens: dict[str, str]  # bos_token, eos_token and so on, for the template
@@ -49,10 +49,17 @@ class Text:
         """
         if self.chat_template is None:
             raise ValueError("the model has no chat template")
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.globals["raise_exception"] = _refuse
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment.globals["raise_exception"] = refuse
         try:
             template = environment.from_string(self.chat_template)
             return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
@@ -133,7 +140,3 @@ def check_unicode(text: str) -> None:
     for place, character in enumerate(text):
         if "\ud800" <= character <= "\udfff":
             raise ValueError(f"the text has {character!r} at {place}, allowed is text that UTF-8 can hold")
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
