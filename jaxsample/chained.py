@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample.draft import Draft, Tree, chain
-from jaxsample.kvcache import Cache, commit
+from jaxsample.kvcache import Cache, KVCache, commit
 from jaxsample.nodes import node_target
 from jaxsample.params import PAD, Features, Limits
 from jaxsample.propose import Past, Proposer, no_past, past_after
@@ -109,7 +109,7 @@ def chained_head_proposer(
 
     def propose(weights, state: HeadState, requests: Requests):
         num_rows = requests.root.shape[0]
-        check_head_state(state, num_rows, limits)
+        _check(state, num_rows, limits)
         tokens, inputs, laws = requests.root[:, None], state.hidden[:, None], []
         outputs = inputs
         for _ in range(tree.max_depth):
@@ -161,10 +161,28 @@ def is_own(past: Past, requests: Requests):
     return same & (past.num_emitted == requests.history.num_emitted)
 
 
-def check_head_state(state: HeadState, num_rows: int, limits: Limits):
-    """Raise ValueError for a head's cache of other rows, or of fewer slots than requests may need."""
+def forget_rows(drafts: Any, rows):
+    """A proposer's state of any kind, in which chained heads know nothing of some rows any more.
+
+    Args:
+      drafts: pytree, with a `HeadState` anywhere in it, or none.
+      rows: i32[n]; one outside 0 ... B - 1 is passed over.
+    """
+    is_state = lambda x: isinstance(x, HeadState)
+
+    def forget(state: HeadState) -> HeadState:
+        num_emitted = state.past.num_emitted.at[rows].set(-1, mode="drop")
+        return dataclasses.replace(state, past=dataclasses.replace(state.past, num_emitted=num_emitted))
+
+    return jax.tree.map(lambda x: forget(x) if is_state(x) else x, drafts, is_leaf=is_state)
+
+
+def _check(state: HeadState, num_rows: int, limits: Limits):
+    """Raise ValueError for a cache of other rows, or of fewer slots than requests may need."""
     cache = state.cache
-    if cache.num_slots < limits.max_length or cache.num_rows != num_rows:
+    # Pages come with a table as long as the step's other rows need.
+    too_short = isinstance(cache, KVCache) and cache.num_slots < limits.max_length
+    if too_short or cache.num_rows != num_rows:
         raise ValueError(
             f"the head's cache has {cache.num_rows} rows of {cache.num_slots} slots, "
             f"expected {num_rows} of at least max_length = {limits.max_length}"

@@ -144,7 +144,7 @@ def chain_outputs(config: DecoderConfig) -> Callable[..., list[jax.Array]]:
 
 
 def learnt_positions(batch: DraftBatch, number: int) -> jax.Array:
-    """bool[B, N]: the positions j of a pass that stand for a law of the output: t_{j+2} is one of its tokens."""
+    """bool[B, N]: the positions j of a pass that are learnt from: t_{j+2} is a token of the output."""
     place = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
     first = jnp.maximum(jnp.maximum(batch.first - 1, batch.start), 0) + number - 1
     return (place >= first[:, None]) & (place < batch.length[:, None] - 2)

@@ -1,6 +1,5 @@
 """Draft heads: learnt laws, chains as they are drawn, files, the training script."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
