@@ -15,11 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
+from models.draft_head import join_base
 from models.fetch import cache_folder, fetch_smollm2
 from models.guiding import WORDS, fit_vocabulary
 from models.joining import join_for_kernels
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
+from models.load_draft import load_draft_head
 from models.load_value import ValueModel, load_value_model
 from models.placement import weight_shardings
 from models.presets import PRESETS, preset
@@ -28,8 +30,9 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
-# Value models that come with the repository, by what --guide calls them.
+# What comes with the repository: value models by what --guide calls them, the draft head of --speculate head.
 COMPANIONS = {"smollm2": pathlib.Path(__file__).parent / "companions" / "smollm2_value"}
+DRAFT_HEAD = pathlib.Path(__file__).parent / "companions" / "smollm2_draft"
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +60,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `read_speculation` reads."""
     flags = parser.add_argument_group("speculation")
-    flags.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
+    flags.add_argument(
+        "--speculate",
+        metavar="ngram|draft:PATH|head[:PATH]",
+        help="where drafts come from; head alone is the one that comes with SmolLM2",
+    )
     flags.add_argument("--verify", choices=VERIFIERS, help=f"default {VERIFIERS[0]}")
     flags.add_argument("--num-draft", type=int, metavar="K", help=f"default {_NUM_DRAFTS}")
 
@@ -192,11 +199,12 @@ def _joined(model: LoadedModel, mesh: Mesh | None = None) -> LoadedModel:
     return dataclasses.replace(model, config=config, weights=weights)
 
 
-def read_speculation(options: argparse.Namespace) -> Speculation | None:
+def read_speculation(options: argparse.Namespace, model: LoadedModel) -> Speculation | None:
     """What --speculate, --verify and --num-draft say; None for plain decoding.
 
     Raises:
-      ValueError: an unknown way to draft, what `load` refuses of a draft model, or the other two alone.
+      ValueError: an unknown way to draft, what `load` refuses of a draft model and `load_draft_head` of a
+        draft head for the model, a model that no head comes with, or the other two alone.
     """
     if options.speculate is None:
         for name, given in (("--verify", options.verify), ("--num-draft", options.num_draft)):
@@ -211,7 +219,21 @@ def read_speculation(options: argparse.Namespace) -> Speculation | None:
     if kind == "draft" and path:
         model = _joined(load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options))), options.mesh)
         return Speculation(num_drafts, verify, (model.config, model.weights))
-    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
+    if kind == "head" and (path or options.speculate == "head"):
+        head = load_draft_head(path or _shipped_head(model), model.config)
+        return Speculation(num_drafts, verify, head=(head.config, join_base(head, model.weights)))
+    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram, draft:PATH, head and head:PATH")
+
+
+def _shipped_head(model: LoadedModel) -> pathlib.Path:
+    """The folder of the draft head that comes with the repository; ValueError for a model not its own."""
+    ours, given = preset("smollm2-135m"), model.config
+    if (given.vocab_size, given.width, given.num_layers) != (ours.vocab_size, ours.width, ours.num_layers):
+        raise ValueError(
+            "--speculate is head, allowed is that for SmolLM2-135M-Instruct: the head that comes with the "
+            "repository is its own; give one for another model as head:PATH"
+        )
+    return DRAFT_HEAD
 
 
 def keep_compiled_programs() -> None:

@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
         x, delta = self.embedding.weight[...][jnp.where(known, tokens, 0)], None
         staged = []
         for index, layer in enumerate(self.layers):
-            x, delta, new = _apply(layer, x, delta, cos, sin, cache, jnp.int32(index), mask)
+            x, delta, new = apply_layer(layer, x, delta, cos, sin, cache, jnp.int32(index), mask)
             staged.append(new)
         return self.norm.after(x, delta, self.kernels)[1], jax.tree.map(
             lambda *layers: jnp.stack(layers), *staged
@@ -121,16 +121,22 @@ class Decoder(nnx.Module):
         output = self.embedding if config.tied_embeddings else self.head
         weight = output.weight[...]
         logits = output.project(hidden.astype(weight.dtype), weight, jnp.float32)
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if config.final_logit_softcapping is not None:
-            cap = config.final_logit_softcapping
-            logits = cap * jnp.tanh(logits / cap)
-        return logits
+        return scale_logits(config, logits)
+
+
+def scale_logits(config: DecoderConfig, logits: jax.Array) -> jax.Array:
+    """Logits as the model means them, from products with its output matrix: scaled, then soft-capped."""
+    if config.logit_scale != 1.0:
+        logits = logits * config.logit_scale
+    if config.final_logit_softcapping is not None:
+        cap = config.final_logit_softcapping
+        logits = cap * jnp.tanh(logits / cap)
+    return logits
 
 
 @jax.jit
-def _apply(layer: "Layer", x, delta, cos, sin, cache, index, mask):
+def apply_layer(layer: "Layer", x, delta, cos, sin, cache, index, mask):
+    """A layer of `Decoder`; index is its place in the cache."""
     # A jit of its own makes all layers share one trace; XLA inlines the call.
     return layer(x, delta, cos, sin, cache, index, mask)
 
