@@ -9,6 +9,7 @@ from jaxsample.adaptive import DraftLength, adaptive, draft_length_of, new_draft
 from jaxsample.admission import make_params
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.candidates import Candidates, log_sum_exp, summarize
+from jaxsample.chained import HeadState, chained_head_proposer, empty_head_state, observe_prompt
 from jaxsample.counts import EngineStats
 from jaxsample.decode import make_decode_many, make_decode_step, make_prefill, make_split_step
 from jaxsample.draft import ROOT, Draft, Tree, chain, from_paths
@@ -126,6 +127,7 @@ __all__ = [
     "GivenNoise",
     "Guidance",
     "GuidedState",
+    "HeadState",
     "History",
     "KVCache",
     "Law",
@@ -167,6 +169,7 @@ __all__ = [
     "cancel",
     "candidate_mask",
     "chain",
+    "chained_head_proposer",
     "commit",
     "count_writes",
     "cut_candidates",
@@ -177,6 +180,7 @@ __all__ = [
     "draw_proposals",
     "draw_rows",
     "draw_target",
+    "empty_head_state",
     "empty_requests",
     "ends_row",
     "finish",
@@ -215,6 +219,7 @@ __all__ = [
     "new_draft_length",
     "ngram_proposer",
     "num_catch_up_steps",
+    "observe_prompt",
     "own_rows",
     "penalize",
     "propose_ngram",

@@ -6,6 +6,7 @@ is what plain decoding would emit there. Knows nothing about how proposals were 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsample.draft import Tree
 from jaxsample.history import History, at_nodes, repeat_rows
@@ -28,8 +29,9 @@ def node_target(
     allowed=None,
     transform_args: tuple = (),
     law: bool = False,
+    only: tuple[int, ...] | None = None,
 ) -> Target:
-    """Shape, summarise and cut the rows of all nodes.
+    """Shape, summarise and cut the rows of all nodes, or of some.
 
     Args:
       logits: [B, N, Vp], the model's at each node.
@@ -41,15 +43,16 @@ def node_target(
       allowed: u32[B, N, W] grammar masks of the nodes, u32[B, W] where the root is alone, or None.
       transform_args: pytrees with B rows.
       law: the distribution itself is needed.
+      only: static, the n nodes that logits (and masks) are given of, in order: [B, n, Vp]; None: all.
 
     Returns:
-      Target of B * N rows, row b * N + i for node i of request b.
+      Target of B * N rows, row b * N + i for node i of request b; of B * n rows with `only`.
     """
-    num_rows, num_nodes = tokens.shape
-    if logits.ndim != 3 or logits.shape[:2] != (num_rows, tree.num_nodes) or num_nodes != tree.num_nodes:
+    num_rows, num_nodes = logits.shape[0], tree.num_nodes if only is None else len(only)
+    if logits.ndim != 3 or logits.shape[1] != num_nodes or tokens.shape != (num_rows, tree.num_nodes):
         raise ValueError(
             f"logits {list(logits.shape)} and tokens {list(tokens.shape)} do not fit the tree's "
-            f"{tree.num_nodes} nodes a row"
+            f"{tree.num_nodes} nodes a row" + (f", of which {num_nodes} count" if only is not None else "")
         )
     if allowed is not None:
         allowed = jnp.asarray(allowed)
@@ -62,13 +65,18 @@ def node_target(
             )
         allowed = allowed.reshape(-1, limits.num_words)
     params, stop, transform_args = repeat_rows((params, stop, transform_args), num_nodes)
-    position = (position[:, None] + jnp.asarray(tree.depth)[None, :]).reshape(-1)
+    depth, histories = tree.depth, at_nodes(history, tokens, tree)
+    if only is not None:
+        chosen = np.asarray(only, np.int32)
+        rows = (np.arange(num_rows, dtype=np.int32)[:, None] * tree.num_nodes + chosen).reshape(-1)
+        depth, histories = depth[chosen], jax.tree.map(lambda leaf: leaf[rows], histories)
+    position = (position[:, None] + jnp.asarray(depth)[None, :]).reshape(-1)
     shaped = shape(
         logits.reshape(num_rows * num_nodes, -1),
         params,
         position,
         stop=stop,
-        history=at_nodes(history, tokens, tree),
+        history=histories,
         allowed=allowed,
         limits=limits,
         features=features,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsample.chained import forget_rows
 from jaxsample.decode import StepParts, commit_tokens
 from jaxsample.guidance_rows import OFF, neutral_guidance
 from jaxsample.guided import GuidedState
@@ -119,7 +120,9 @@ def update(state: EngineState, record, *, limits: Limits) -> EngineState:
         tokens = jnp.where(new.guidance.mode == OFF, 0, new.num_prompt + new.num_emitted)
         guidance = set_rows(values.guidance, at(ADMIT, CHANGE), new.guidance)
         values = GuidedState(guidance, values.cache, set_rows(values.length, admitted, tokens))
-    return EngineState(requests, dataclasses.replace(cache, page_table=table), state.drafts, values)
+    # A request that comes back, be it to its old slot, has other pages.
+    drafts = forget_rows(state.drafts, admitted)
+    return EngineState(requests, dataclasses.replace(cache, page_table=table), drafts, values)
 
 
 def copy_pages(state: EngineState, pairs) -> EngineState:

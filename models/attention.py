@@ -61,7 +61,8 @@ def attend(
         return jnp.where(seen[:, None, None, :, :], scores * D**-0.5, -jnp.inf)  # [B, G, H/G, N, S or N]
 
     committed, staged = shown(score(keys), mask[:, :, :S]), shown(staged_scores, mask[:, :, S:])
-    top = jnp.maximum(committed.max(axis=-1, keepdims=True), staged.max(axis=-1, keepdims=True))
+    most = lambda scores: scores.max(axis=-1, keepdims=True, initial=-jnp.inf)  # S may be 0
+    top = jnp.maximum(most(committed), most(staged))
     top = jnp.where(top == -jnp.inf, 0.0, top)
     committed, staged = jnp.exp(committed - top), jnp.exp(staged - top)
     total = committed.sum(axis=-1) + staged.sum(axis=-1)

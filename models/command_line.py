@@ -15,10 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
+from models.draft_head import join_base
 from models.fetch import cache_folder, fetch_smollm2
 from models.guiding import WORDS, fit_vocabulary
+from models.joining import join_for_kernels
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
+from models.load_draft import load_draft_head
 from models.load_value import ValueModel, load_value_model
 from models.placement import weight_shardings
 from models.presets import PRESETS, preset
@@ -27,8 +30,9 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
-# Value models that come with the repository, by what --guide calls them.
+# What comes with the repository: value models by what --guide calls them, the draft head of --speculate head.
 COMPANIONS = {"smollm2": pathlib.Path(__file__).parent / "companions" / "smollm2_value"}
+DRAFT_HEAD = pathlib.Path(__file__).parent / "companions" / "smollm2_draft"
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +60,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `read_speculation` reads."""
     flags = parser.add_argument_group("speculation")
-    flags.add_argument("--speculate", metavar="ngram|draft:PATH", help="where drafts come from")
+    flags.add_argument(
+        "--speculate",
+        metavar="ngram|draft:PATH|head[:PATH]",
+        help="where drafts come from; head alone is the one that comes with SmolLM2",
+    )
     flags.add_argument("--verify", choices=VERIFIERS, help=f"default {VERIFIERS[0]}")
     flags.add_argument("--num-draft", type=int, metavar="K", help=f"default {_NUM_DRAFTS}")
 
@@ -114,6 +122,8 @@ def load_guide(options: argparse.Namespace, model: LoadedModel) -> ValueModel | 
     path = COMPANIONS.get(str(options.guide), options.guide)
     guide = load_value_model(path, jax.numpy.dtype(dtype_of(options)), model)
     guide = fit_vocabulary(guide, model.config, model.text, str(options.guide))
+    config, trunk = join_for_kernels(guide.config, guide.weights["trunk"])
+    guide = dataclasses.replace(guide, config=config, weights={**guide.weights, "trunk": trunk})
     return guide if options.guide_gamma is None else dataclasses.replace(guide, gamma=options.guide_gamma)
 
 
@@ -173,9 +183,10 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
             raise ValueError("--model and --random-weights name two models, give one of them")
         config = preset(options.random_weights)
         weights = jax.block_until_ready(random_weights(config, 0, dtype, weight_shardings(config, mesh)))
+        config, weights = join_for_kernels(config, weights, mesh)
         return LoadedModel(config, weights, TokenIds(config.vocab_size))
     path = options.model or fetch_smollm2()
-    model = load(path, dtype, mesh)
+    model = _joined(load(path, dtype, mesh), mesh)
     if options.token_ids:
         return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
     if model.text is None:
@@ -183,11 +194,17 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
     return model
 
 
-def read_speculation(options: argparse.Namespace) -> Speculation | None:
+def _joined(model: LoadedModel, mesh: Mesh | None = None) -> LoadedModel:
+    config, weights = join_for_kernels(model.config, model.weights, mesh)
+    return dataclasses.replace(model, config=config, weights=weights)
+
+
+def read_speculation(options: argparse.Namespace, model: LoadedModel) -> Speculation | None:
     """What --speculate, --verify and --num-draft say; None for plain decoding.
 
     Raises:
-      ValueError: an unknown way to draft, what `load` refuses of a draft model, or the other two alone.
+      ValueError: an unknown way to draft, what `load` refuses of a draft model and `load_draft_head` of a
+        draft head for the model, a model that no head comes with, or the other two alone.
     """
     if options.speculate is None:
         for name, given in (("--verify", options.verify), ("--num-draft", options.num_draft)):
@@ -200,9 +217,23 @@ def read_speculation(options: argparse.Namespace) -> Speculation | None:
     if kind == "ngram" and not path:
         return Speculation(num_drafts, verify)
     if kind == "draft" and path:
-        model = load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options)))
+        model = _joined(load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options))), options.mesh)
         return Speculation(num_drafts, verify, (model.config, model.weights))
-    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram and draft:PATH")
+    if kind == "head" and (path or options.speculate == "head"):
+        head = load_draft_head(path or _shipped_head(model), model.config)
+        return Speculation(num_drafts, verify, head=(head.config, join_base(head, model.weights)))
+    raise ValueError(f"--speculate is {options.speculate}, allowed are ngram, draft:PATH, head and head:PATH")
+
+
+def _shipped_head(model: LoadedModel) -> pathlib.Path:
+    """The folder of the draft head that comes with the repository; ValueError for a model not its own."""
+    ours, given = preset("smollm2-135m"), model.config
+    if (given.vocab_size, given.width, given.num_layers) != (ours.vocab_size, ours.width, ours.num_layers):
+        raise ValueError(
+            "--speculate is head, allowed is that for SmolLM2-135M-Instruct: the head that comes with the "
+            "repository is its own; give one for another model as head:PATH"
+        )
+    return DRAFT_HEAD
 
 
 def keep_compiled_programs() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsample import Features, Limits, PagedKVCache, Scorer, init_paged_cache
+from jaxsample import Features, Limits, PagedKVCache, Scorer, empty_head_state, init_paged_cache
 from jaxsample.buckets import Buckets, make_buckets
 from jaxsample.engine import Engine
 from models.decoder import DecoderConfig, Weights, decoder_functions
@@ -97,7 +97,15 @@ def build_engine(
         drafting = prepare(speculation, config.vocab_size, limits, levels[-1], **placed)
         given |= {"proposer": drafting.proposer, "verify": drafting.verify, "draft_weights": drafting.weights}
         given["draft_forward"] = drafting.forward
-        if speculation.draft is not None:
+        if speculation.head is not None:
+            head_config, head_weights = speculation.head
+            table = jnp.full((slots, buckets.lengths[-1] // page_size), -1, jnp.int32)
+            given["new_drafts"] = lambda _: empty_head_state(
+                _new_cache(head_config, head_weights, None, pages, page_size, table),
+                head_config.width,
+                head_weights["embedding"].dtype,
+            )
+        elif speculation.draft is not None:
             draft, table = speculation.draft, (slots, buckets.lengths[-1] // page_size)
             given["new_drafts"] = lambda _: _new_cache(
                 *draft, mesh, pages, page_size, jnp.full(table, -1, jnp.int32)

@@ -202,7 +202,7 @@ def run_batch(
 
     started = time.perf_counter()
     requests = programs.begin(params, stop, prompts, lengths)
-    cache: Any = _prefill(programs, weights, prompts, lengths, owners)
+    cache: Any = _prefill(programs, weights, prompts, lengths, owners, params.seed)
     all_weights: Any = weights if programs.drafting is None else (weights, programs.drafting.weights)
     step = programs.step
     if programs.guided is not None and needs_guidance(guidance):
@@ -237,7 +237,7 @@ def run_batch(
     timing.decode += time.perf_counter() - begun
 
 
-def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners):
+def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners, seeds):
     cache, state, drafting = programs.new_cache(), None, programs.drafting
     if drafting is not None:
         cache, state = cache
@@ -251,12 +251,16 @@ def _prefill(programs: Programs, weights: Weights, prompts, lengths, owners):
         window = np.full((len(lengths), width + 1), PAD, np.int32)
         held = prompts[:, start : start + width + 1]
         window[:, : held.shape[1]] = held
-        tokens = np.ascontiguousarray(window[:, :-1])
-        if programs.num_scored < 0:
-            cache = programs.prefill[width](weights, cache, tokens, done, counts)
+        tokens, successors = (np.ascontiguousarray(part) for part in (window[:, :-1], window[:, 1:]))
+        scored, prefill = None, programs.prefill[width]
+        if drafting is not None and drafting.observe is not None:
+            both = (weights, drafting.weights), (cache, state)
+            (cache, state), scored = prefill(*both, tokens, successors, done, counts, seeds)
+        elif programs.num_scored < 0:
+            cache = prefill(weights, cache, tokens, done, counts)
         else:
-            successors = np.ascontiguousarray(window[:, 1:])
-            cache, scored = programs.prefill[width](weights, cache, tokens, successors, done, counts)
+            cache, scored = prefill(weights, cache, tokens, successors, done, counts)
+        if programs.num_scored >= 0:
             _keep_scores(jax.device_get(scored), successors, counts, owners)
         if drafting is not None and width in programs.draft_prefill:
             state = programs.draft_prefill[width](drafting.weights, state, tokens, done, counts)

@@ -17,7 +17,6 @@ from jaxsample import (
     Features,
     KVCache,
     Limits,
-    Logprobs,
     admit,
     attention_mask,
     chain,
@@ -51,9 +50,9 @@ class Programs:
     chunks: tuple[int, ...]  # widths of the prefill calls, in order
     begin: Callable[..., Any]  # (params, stop, prompts i32[B, LP], lengths i32[B]) -> Requests
     new_cache: Callable[[], Any]  # with speculation the pair (model's cache, proposer's state)
-    prefill: dict[int, Callable[..., Any]]  # by width, as made by make_prefill or make_scored_prefill
+    prefill: dict[int, Callable[..., Any]]  # by width, as made by make_prefill or make_watched_prefill
     step: Callable[..., Any] | None  # as made by make_decode_step; None where all batches are guided
-    num_scored: int  # top prompt logprobs; -1: prefill is the plain one
+    num_scored: int  # top prompt logprobs; -1: none
     drafting: Drafting | None  # None: plain decoding
     draft_prefill: dict[int, Callable[..., Any]]  # the draft model's, by width; empty where there is none
     guided: GuidedPrograms | None  # for batches with guided rows; None where there are none
@@ -138,10 +137,14 @@ def compile_programs(
     all_weights = weights if drafting is None else (weights, drafting.weights)
     judged = {} if drafting is None else {"proposer": drafting.proposer, "verify": drafting.verify}
     step = make_decode_step(forward, unembed, limits=limits, features=features, **judged, **sampled)
-    if num_scored < 0:
+    observe = None if drafting is None else drafting.observe
+    given, seeds = (weights, cache), []
+    if num_scored < 0 and observe is None:
         prefill, extra = make_prefill(forward, limits), 0
     else:
-        prefill, extra = make_scored_prefill(forward, unembed, config.vocab_size, num_scored), 1
+        prefill, extra = make_watched_prefill(forward, unembed, config.vocab_size, num_scored, observe), 1
+    if observe is not None:
+        given, seeds = (all_weights, state), [jax.ShapeDtypeStruct((num_rows, 2), jnp.uint32)]
     if mesh is not None:
         step = jax.jit(step, donate_argnums=(1, 2), out_shardings=(by_row, state_layout, by_row))
         scores = () if num_scored < 0 else (by_row,)
@@ -162,7 +165,7 @@ def compile_programs(
             jobs["step"] = pool.submit(step.lower(all_weights, requests, state).compile)
         for width in dict.fromkeys(chunks):
             tokens = [integers(num_rows, width)] * (1 + extra)
-            jobs[width] = pool.submit(prefill.lower(weights, cache, *tokens, rows, rows).compile)
+            jobs[width] = pool.submit(prefill.lower(*given, *tokens, rows, rows, *seeds).compile)
             if drafting is not None and drafting.forward is not None:
                 drafted = make_prefill(drafting.forward, limits)
                 if mesh is not None:
@@ -227,27 +230,40 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def make_scored_prefill(forward: Callable, unembed: Callable, vocab_size: int, num_top: int) -> Callable:
-    """Build a jitted prefill that also gives the logprob of each token's successor.
+def make_watched_prefill(
+    forward: Callable, unembed: Callable, vocab_size: int, num_top: int, observe: Callable | None = None
+) -> Callable:
+    """Build a jitted prefill of which more comes than a cache: logprobs of successors, a draft head's state.
 
     Args:
       forward, unembed: the model's two functions.
       vocab_size: V; logits may be wider.
-      num_top: n, top logprobs beside the successor's own.
+      num_top: n, top logprobs beside the successor's own; -1: no logprobs.
+      observe: as in `speculation.Drafting`; None: no draft head.
 
     Returns:
       prefill(weights, cache, tokens i32[B, N], successors i32[B, N], lengths i32[B], counts i32[B]) ->
-      (cache, Logprobs with [B, N] in place of B). The cache is donated. Otherwise as `make_prefill`.
+      (cache, Logprobs with [B, N] in place of B), () for no logprobs. The cache is donated. Otherwise as
+      `make_prefill`. With `observe` weights and cache are pairs, (model's, head's) and (model's, state), and
+      u32[B, 2] seeds of the requests follow.
     """
 
-    def prefill(weights, cache: KVCache, tokens, successors, lengths, counts) -> tuple[KVCache, Logprobs]:
+    def prefill(weights, cache, tokens, successors, lengths, counts, *seeds):
+        head, state = None, None
+        if observe is not None:
+            (weights, head), (cache, state) = weights, cache
         B, N = tokens.shape
         order = jnp.arange(N, dtype=jnp.int32)[None, :]
         mask = attention_mask(lengths, chain(N - 1), cache.num_slots)
-        hidden, staged = forward(weights, tokens, lengths[:, None] + order, cache, mask)
-        logits = unembed(weights, hidden)[..., :vocab_size]
-        scored = score(logits.reshape(B * N, -1), successors.reshape(B * N), num_top)
-        scored = jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), scored)
-        return commit(cache, staged, lengths, jnp.broadcast_to(order, (B, N)), counts), scored
+        hidden, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, cache, mask)
+        scored: Any = ()
+        if num_top >= 0:
+            logits = unembed(weights, hidden)[..., :vocab_size]
+            scored = score(logits.reshape(B * N, -1), successors.reshape(B * N), num_top)
+            scored = jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), scored)
+        cache = commit(cache, staged, lengths, jnp.broadcast_to(order, (B, N)), counts)
+        if observe is not None:
+            cache = cache, observe(head, state, hidden, successors, lengths, counts, *seeds)
+        return cache, scored
 
     return jax.jit(prefill, donate_argnums=(1,))

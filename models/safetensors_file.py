@@ -20,6 +20,7 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
 }
 _BLOCK = 1 << 20  # bytes of the file a read, where they are converted
 _LONGEST_HEADER = 100 << 20  # bytes, as the format says

@@ -4,6 +4,7 @@ Knows nothing of requests' values or of text.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,14 @@ from jaxsample import (
     Proposer,
     Tree,
     chain,
+    chained_head_proposer,
     draw_proposals,
+    empty_head_state,
     from_paths,
     init_cache,
     model_proposer,
     ngram_proposer,
+    observe_prompt,
     rng,
     verify_block,
     verify_match,
@@ -28,6 +32,7 @@ from jaxsample import (
     verify_tree_points,
 )
 from models.decoder import DecoderConfig, Weights, decoder_functions
+from models.draft_head import draft_functions
 from models.kernels import kernels_of
 from models.placement import cache_sharding, place_model
 
@@ -43,11 +48,14 @@ class Speculation:
       num_drafts: K, proposals a step.
       verify: one of VERIFIERS.
       draft: config and weights of a draft model over the target's vocabulary; None proposes n-grams.
+      head: config and weights (`draft_head.join_base`) of a draft head in place of either; None: there is
+        none.
     """
 
     num_drafts: int
     verify: str
     draft: tuple[DecoderConfig, Weights] | None = None
+    head: tuple[DecoderConfig, Weights] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Drafting:
       new_state: number of rows -> the proposer's state.
       forward: the draft model's, for its prefill; None where there is none.
       layout: number of rows -> how the state lies on the mesh; () where there is no state or no mesh.
+      observe: (weights, state, hidden, successors, lengths, counts, seed) -> state, takes a chunk of the prompt
+        in, with the target's hidden states, see `jaxsample.observe_prompt`; None where a prompt tells nothing.
     """
 
     proposer: Proposer
@@ -68,6 +78,7 @@ class Drafting:
     new_state: Callable[[int], Any]
     forward: Callable[..., Any] | None
     layout: Callable[[int], Any]
+    observe: Callable[..., Any] | None = None
 
 
 def prepare(
@@ -81,13 +92,15 @@ def prepare(
       sampled: mesh, axis and batch_axis of make_decode_step, or nothing: the draft model is placed likewise.
 
     Raises:
-      ValueError: an unknown verifier, a number of proposals out of range, or a draft model of another
-        vocabulary.
+      ValueError: an unknown verifier, a number of proposals out of range, a draft model of another
+        vocabulary, or a draft head on a mesh or with the verifier of trees.
     """
     if asked.verify not in VERIFIERS:
         raise ValueError(f"verify is {asked.verify!r}, allowed are {', '.join(VERIFIERS)}")
     if not 1 <= asked.num_drafts <= _MAX_DRAFTS:
         raise ValueError(f"num_drafts is {asked.num_drafts}, allowed is 1 ... {_MAX_DRAFTS}")
+    if asked.head is not None:
+        return _prepare_head(asked, asked.head, limits, features, **sampled)
     if asked.draft is None:
         verify = {"match": verify_match, "rejection": verify_rejection, "block": verify_block}
         proposer = ngram_proposer(chain(asked.num_drafts))
@@ -123,6 +136,33 @@ def prepare(
         return () if mesh is None else cache_sharding(config, num_rows, mesh)
 
     return Drafting(proposer, verify, weights, new_state, forward, layout)
+
+
+def _prepare_head(
+    asked: Speculation,
+    head: tuple[DecoderConfig, Weights],
+    limits: Limits,
+    features: Features,
+    **sampled: Any,
+) -> Drafting:
+    verify = {"match": verify_match, "rejection": verify_rejection, "block": verify_block}
+    if asked.verify not in verify:
+        raise ValueError(f"verify is {asked.verify!r}, allowed with a draft head are {', '.join(verify)}")
+    if sampled.get("mesh") is not None:
+        raise ValueError("a draft head and a mesh are given, allowed is one of them: a head is on one device")
+    config, weights = head
+    pick = draw_proposals(rng.TARGET if asked.verify == "match" else rng.DRAFT)
+    forward, unembed = draft_functions(config, kernels=kernels_of())
+    tree = chain(asked.num_drafts)
+    proposer = chained_head_proposer(forward, unembed, tree, limits=limits, features=features, pick=pick)
+    dtype = weights["embedding"].dtype
+
+    def new_state(num_rows: int):
+        shape = (config.num_layers, num_rows, limits.max_length, config.num_kv_heads, config.head_size)
+        return empty_head_state(init_cache(*shape, dtype), config.width, dtype)
+
+    observe = functools.partial(observe_prompt, forward)
+    return Drafting(proposer, verify[asked.verify], weights, new_state, None, lambda rows: (), observe)
 
 
 def spread_tree(num_drafts: int) -> Tree:

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         filter_order=options.filter_order,
         logprobs_mode=options.logprobs_mode,
         num_slots=options.cache_slots,
-        speculation=read_speculation(options),
+        speculation=read_speculation(options, model),
         guide=guide,
         mesh=mesh,
     )

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             model.config,
             model.weights,
             Sizes(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)}),
-            speculation=read_speculation(options),
+            speculation=read_speculation(options, model),
             filter_order=options.filter_order,
             logprobs_mode=options.logprobs_mode,
             guide=load_guide(options, model),

@@ -45,6 +45,7 @@ MODULE_ORDER = (
     "kvcache",
     "requests",
     "propose",
+    "chained",
     "adaptive",
     "record",
     "decode",
