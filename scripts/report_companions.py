@@ -109,7 +109,7 @@ def run_write(options: argparse.Namespace) -> None:
         section = importlib.import_module("models.draft_section").draft_section(draft)
     options.docs.mkdir(parents=True, exist_ok=True)
     (options.docs / "results.md").write_text(page(value, section), encoding="utf-8")
-    if value is not None and not draw(options.docs / PLOTS, value):
+    if value is not None and not options.no_plots and not draw(options.docs / PLOTS, value):
         print("no plots: matplotlib is not installed", file=sys.stderr)
     folder = COMPANIONS["smollm2"] if options.companion is None else options.companion
     if (folder / DESCRIPTION).is_file():
@@ -163,6 +163,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     write = jobs.add_parser("write", help="make the page, its plots and the model card")
     write.set_defaults(run=run_write)
     write.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="DIR", help="of the records")
+    write.add_argument("--no-plots", action="store_true", help="the page and the card alone")
     write.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs", metavar="DIR")
     write.add_argument("--companion", type=pathlib.Path, metavar="DIR", help="the value model, for its card")
     add_model_flags(write)

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxsample.requests import LENGTH, STOP_EOS
+from models.command_line import COMPANIONS
 from models.companion_measure import by_position, is_ended, summary, truncated
 from models.companion_prompts import held_out_prompts, train_prompts
 from models.companion_report import card, page
@@ -269,10 +270,17 @@ def test_errors_by_position_by_hand():
 
 def test_a_page_is_made_of_records_alone_and_the_one_kept_is_that_of_the_records_kept(tmp_path):
     assert "There is no record yet." in page(None, None) and page(None, "## Draft\n").endswith("\n## Draft\n")
-    options = ["write", "--docs", str(tmp_path), "--companion", str(tmp_path)]
+    options = ["write", "--no-plots", "--docs", str(tmp_path), "--companion", str(tmp_path)]
+    shipped = COMPANIONS["smollm2"]
+    if shipped.is_dir():
+        for name in (DESCRIPTION, TENSORS):
+            shutil.copy(shipped / name, tmp_path / name)
     assert report_companions.main(options) == 0
     kept = (report_companions.ROOT / "docs" / "results.md").read_text()
     assert (tmp_path / "results.md").read_text() == kept
+    if shipped.is_dir():
+        assert (tmp_path / "README.md").read_text() == (shipped / "README.md").read_text()
+        assert sum(path.stat().st_size for path in shipped.iterdir()) < 10e6
 
 
 @pytest.mark.large
