@@ -76,7 +76,8 @@ class Bench:
         bare = measure.time_calls(lambda i: _bare(hidden[i % 2], weight), options.calls)
         print(
             f"\n{what} B={num_rows} V={vocab_size} W={width} {weight.dtype}: bare product "
-            f"{bare.time_us:.1f} us ({bare.clock} clock); floors: read {read_us:.1f} us, product {product_us:.1f} us"
+            f"{bare.time_us:.1f} us ({bare.clock} clock); floors: read {read_us:.1f} us, product "
+            f"{product_us:.1f} us"
         )
         floor_us = max(read_us, product_us)
         return cls(hidden, weight, bare, floor_us, options.calls, {})

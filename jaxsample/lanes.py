@@ -294,7 +294,7 @@ def _columns(arrays):
 
 
 def _apart_on_cpu(tree):
-    """The same, materialised on a CPU, where XLA would inline chains of selects and compute them many times."""
+    """The same, materialised on a CPU, where XLA would inline chains of selects and repeat them."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
