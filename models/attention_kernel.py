@@ -20,7 +20,7 @@ from models.attention import precision_of
 from models.heads import Heads, Norms
 
 _MOST_QUERIES = 64  # a key-value head's, of all new tokens: a program holds them all
-_SLOTS = 64  # of a block
+_SLOTS, _FEW_SLOTS = 64, 32  # of a block, the latter where that gives more multiprocessors work
 _PROGRAMS = 132  # the multiprocessors of an H200: a row's slots are split until there are as many
 
 
@@ -66,7 +66,8 @@ def attend_new(
     B, N, G, _, D = query.array.shape
     S, num_queries = cache.num_slots, N * query.count
     size, num_nodes = _power_of_two(num_queries), _power_of_two(N)
-    num_blocks = -(-S // _SLOTS)
+    slots = _SLOTS if B * G * -(-S // _SLOTS) >= _PROGRAMS else _FEW_SLOTS
+    num_blocks = -(-S // slots)
     num_parts = min(num_blocks, max(1, _PROGRAMS // (B * G)))
     dtype, storage = query.array.dtype, cache.keys.dtype
 
@@ -110,6 +111,7 @@ def attend_new(
         eps=None if norms is None else norms.eps,
         page_size=cache.keys.shape[2] if isinstance(cache, PagedKVCache) else None,
         num_slots=S,
+        slots=slots,
         blocks=-(-num_blocks // num_parts),
         size=size,
         num_nodes=num_nodes,
@@ -121,7 +123,9 @@ def attend_new(
         in_specs=specs,
         out_specs=[staged[1], staged[1], of_part(size, D), of_part(size), of_part(size)],
         out_shape=[staged[0], staged[0], part(size, D), part(size), part(size)],
-        compiler_params=plt.CompilerParams(num_warps=8 if num_parts > 1 else 4, num_stages=3),
+        compiler_params=plt.CompilerParams(
+            num_warps=8 if num_parts > 1 else 4, num_stages=3 if slots == _SLOTS else 4
+        ),
         name="attend_new",
     )(*inputs)
 
@@ -141,7 +145,7 @@ def attend_new(
     return joined.reshape(B, N, G * count * D), Staged(keys, values)
 
 
-def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_nodes):
+def _attend_kernel(*refs, heads, eps, page_size, num_slots, slots, blocks, size, num_nodes):
     """One part of the slots of a row and key-value head; the first part also has the staged tokens."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -214,7 +218,7 @@ def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_no
     row_start = pl.program_id(0) * num_slots
 
     def add_block(index, state):
-        slot = index * _SLOTS + jnp.arange(_SLOTS, dtype=jnp.int32)
+        slot = index * slots + jnp.arange(slots, dtype=jnp.int32)
         seen = held = slot < length  # what lies behind the length is never read
         place = row_start + slot
         if table_ref is not None:
@@ -227,7 +231,7 @@ def _attend_kernel(*refs, heads, eps, page_size, num_slots, blocks, size, num_no
         return add(state, scores, block(values_ref))
 
     begin = pl.program_id(2) * blocks
-    end = jnp.minimum(begin + blocks, pl.cdiv(length, _SLOTS))
+    end = jnp.minimum(begin + blocks, pl.cdiv(length, slots))
     empty = jnp.zeros((size, width)), jnp.full((size,), -jnp.inf), jnp.zeros((size,))
     state = jax.lax.fori_loop(begin, end, add_block, empty)
 

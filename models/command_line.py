@@ -18,6 +18,7 @@ from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
 from models.draft_head import join_base
 from models.fetch import cache_folder, fetch_smollm2
 from models.guiding import WORDS, fit_vocabulary
+from models.joining import join_for_kernels
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
 from models.load_draft import load_draft_head
@@ -29,6 +30,8 @@ from models.speculation import VERIFIERS, Speculation
 from models.text import TokenIds
 
 _NUM_DRAFTS = 4
+# What comes with the repository: value models by what --guide calls them, the draft head of --speculate head.
+COMPANIONS = {"smollm2": pathlib.Path(__file__).parent / "companions" / "smollm2_value"}
 DRAFT_HEAD = pathlib.Path(__file__).parent / "companions" / "smollm2_draft"
 
 
@@ -69,7 +72,12 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 def add_guidance_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `load_guide` and `guidance_defaults` read, named like make_guidance's arguments."""
     flags = parser.add_argument_group("guidance")
-    flags.add_argument("--guide", type=pathlib.Path, metavar="PATH", help="folder of a value model (LenVM)")
+    flags.add_argument(
+        "--guide",
+        type=pathlib.Path,
+        metavar="PATH",
+        help=f"folder of a value model (LenVM), or {', '.join(COMPANIONS)}: the one shipped for that model",
+    )
     flags.add_argument("--guide-mode", choices=tuple(MODES), help="default mul, where there is no target")
     flags.add_argument("--guide-constraint", choices=tuple(CONSTRAINTS), help="default eq, with a target")
     flags.add_argument("--guide-length-mode", choices=LENGTH_MODES, help=f"default {LENGTH_MODES[0]}")
@@ -111,8 +119,11 @@ def load_guide(options: argparse.Namespace, model: LoadedModel) -> ValueModel | 
     """
     if options.guide is None:
         return None
-    guide = load_value_model(options.guide, jax.numpy.dtype(dtype_of(options)))
+    path = COMPANIONS.get(str(options.guide), options.guide)
+    guide = load_value_model(path, jax.numpy.dtype(dtype_of(options)), model)
     guide = fit_vocabulary(guide, model.config, model.text, str(options.guide))
+    config, trunk = join_for_kernels(guide.config, guide.weights["trunk"])
+    guide = dataclasses.replace(guide, config=config, weights={**guide.weights, "trunk": trunk})
     return guide if options.guide_gamma is None else dataclasses.replace(guide, gamma=options.guide_gamma)
 
 
@@ -172,14 +183,20 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
             raise ValueError("--model and --random-weights name two models, give one of them")
         config = preset(options.random_weights)
         weights = jax.block_until_ready(random_weights(config, 0, dtype, weight_shardings(config, mesh)))
+        config, weights = join_for_kernels(config, weights, mesh)
         return LoadedModel(config, weights, TokenIds(config.vocab_size))
     path = options.model or fetch_smollm2()
-    model = load(path, dtype, mesh)
+    model = _joined(load(path, dtype, mesh), mesh)
     if options.token_ids:
         return dataclasses.replace(model, text=TokenIds(model.config.vocab_size))
     if model.text is None:
         raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
     return model
+
+
+def _joined(model: LoadedModel, mesh: Mesh | None = None) -> LoadedModel:
+    config, weights = join_for_kernels(model.config, model.weights, mesh)
+    return dataclasses.replace(model, config=config, weights=weights)
 
 
 def read_speculation(options: argparse.Namespace, model: LoadedModel) -> Speculation | None:
@@ -200,7 +217,7 @@ def read_speculation(options: argparse.Namespace, model: LoadedModel) -> Specula
     if kind == "ngram" and not path:
         return Speculation(num_drafts, verify)
     if kind == "draft" and path:
-        model = load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options)))
+        model = _joined(load(pathlib.Path(path), jax.numpy.dtype(dtype_of(options))), options.mesh)
         return Speculation(num_drafts, verify, (model.config, model.weights))
     if kind == "head" and (path or options.speculate == "head"):
         head = load_draft_head(path or _shipped_head(model), model.config)

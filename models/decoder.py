@@ -186,12 +186,12 @@ class Attention(nnx.Module):
         """Queries, keys and values of x [B, N, W]."""
         R, G, D = self.num_queries, self.num_kv_heads, self.head_size
         if self.joined:
-            array, bias = self.query_key_value.product(x), self.query_key_value.bias_value()
+            array, bias = self.query_key_value.product(x, self.kernels), self.query_key_value.bias_value()
             return Heads(array, bias, 0, R), Heads(array, bias, R, 1), Heads(array, bias, R + 1, 1)
 
         def heads(linear: Linear, count: int) -> Heads:
             bias = linear.bias_value()
-            array = linear.product(x).reshape(*x.shape[:2], G, count, D)
+            array = linear.product(x, self.kernels).reshape(*x.shape[:2], G, count, D)
             return Heads(array, None if bias is None else bias.reshape(G, count, D), 0, count)
 
         return heads(self.query, R), heads(self.key, 1), heads(self.value, 1)
@@ -277,19 +277,24 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(output_shape, jnp.float32)) if bias else None
         self.project = project
 
-    def product(self, x: jax.Array) -> jax.Array:
+    def product(self, x: jax.Array, kernels: Kernels | None = None) -> jax.Array:
         """Without the bias."""
-        return self.project(x, self.weight[...], x.dtype)
+        weight = self.weight[...]
+        if kernels is not None:
+            rows = weight.reshape(-1, weight.shape[-1])
+            if kernels.fits_whole(x, rows):
+                return kernels.project_whole(x, rows).reshape(*x.shape[:2], *weight.shape[:-1])
+        return self.project(x, weight, x.dtype)
 
     def delta(self, x: jax.Array, kernels: Kernels | None) -> jax.Array:
         """The map of x for `RMSNorm.after`: [B, N, O], or parts of it, f32[P, B, N, O]."""
-        if kernels is None or self.bias is not None or not kernels.splits(x, self.weight[...]):
-            return self(x)
-        return kernels.project(x, self.weight[...])
+        if kernels is not None and self.bias is None and kernels.splits(x, self.weight[...]):
+            return kernels.project_parts(x, self.weight[...])
+        y = self.product(x, kernels)
+        return y if self.bias is None else y + self.bias[...][None, None]
 
     def bias_value(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias[...][None, None]
+        return self.delta(x, None)

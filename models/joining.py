@@ -4,11 +4,23 @@ Query, key and value become one tensor, gate and up another. Knows nothing of fi
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models.decoder import DecoderConfig, Weights
+from models.kernels import kernels_of
+
+
+def join_for_kernels(
+    config: DecoderConfig, weights: Weights, mesh: Any = None
+) -> tuple[DecoderConfig, Weights]:
+    """Joined projections where the kernels are used, which read them so; else what is given.
+
+    Args, Returns: as for `join_projections`; mesh: where the weights lie, None for one device.
+    """
+    return (config, weights) if kernels_of(mesh) is None else join_projections(config, weights)
 
 
 def join_projections(config: DecoderConfig, weights: Weights) -> tuple[DecoderConfig, Weights]:

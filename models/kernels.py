@@ -15,7 +15,9 @@ class Kernels(NamedTuple):
     attend: Callable[..., Any] = attention_kernel.attend_new
     add_norm: Callable[..., Any] = norm_kernel.add_norm
     splits: Callable[..., bool] = projection_kernel.splits
-    project: Callable[..., Any] = projection_kernel.project_parts
+    project_parts: Callable[..., Any] = projection_kernel.project_parts
+    fits_whole: Callable[..., bool] = projection_kernel.fits_whole
+    project_whole: Callable[..., Any] = projection_kernel.project_whole
 
 
 def kernels_of(mesh: Any = None) -> Kernels | None:

@@ -2,7 +2,8 @@
 
 A LenVM checkpoint is a model folder whose value head lies in value_head.safetensors beside the weights, or
 among them; its LM head, if it has one, is not read. A folder of our own holds value_model.json, trunk/ (a
-decoder's checkpoint) and head/ (an Orbax checkpoint). Knows nothing of what the numbers mean.
+decoder's checkpoint) and head/ (an Orbax checkpoint), or what `models.delta` writes. Knows nothing of what
+the numbers mean.
 """
 
 import dataclasses
@@ -16,13 +17,15 @@ import numpy as np
 
 from models.checkpoints import load_checkpoint, restore, save, save_checkpoint, write_json
 from models.decoder import DecoderConfig, Weights
+from models.delta import DESCRIPTION, HEAD_PREFIX, is_delta, load_delta
+from models.load import LoadedModel
 from models.load_safetensors import decoder_config, load_tensors, open_tensors, read_json, text_from_folder
 from models.safetensors_file import SafetensorsFile
 from models.text import Text
 from models.value_head import head_shapes, trunk_config
 
-DESCRIPTION, TRUNK, HEAD = "value_model.json", "trunk", "head"
-HEAD_FILE, HEAD_PREFIX = "value_head.safetensors", "v_head."
+TRUNK, HEAD = "trunk", "head"
+HEAD_FILE = "value_head.safetensors"
 _FORMAT = 1  # raised when a folder can no longer be read by older code
 
 
@@ -44,23 +47,27 @@ class ValueModel:
     gamma: float | None
 
 
-def load_value_model(path: str | pathlib.Path, dtype: Any) -> ValueModel:
+def load_value_model(path: str | pathlib.Path, dtype: Any, base: LoadedModel | None = None) -> ValueModel:
     """Loads a value model.
 
     Args:
       path: a folder that `save_value_model` wrote, or one with config.json and model.safetensors or its
         shards, in which the head's tensors v_head.fc.* and v_head.summary.* are among the others or in
-        value_head.safetensors.
+        value_head.safetensors, or one of `models.delta.save_delta`.
       dtype: float dtype of the trunk's weights; the head's are float32.
+      base: the model to be guided, in that dtype. A value model of `save_delta` is a part of it and is loaded
+        beside it only; others do not look at it.
 
     Raises:
-      ValueError: no such folder, an unsupported architecture, a damaged file, or tensors that are missing,
-        unexpected or misshapen.
+      ValueError: no such folder, an unsupported architecture, a damaged file, tensors that are missing,
+        unexpected or misshapen, or a missing or wrong base.
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():
         raise ValueError(f"{path}: no such folder")
     if (folder / DESCRIPTION).is_file():
+        if is_delta(read_json(folder / DESCRIPTION)):
+            return _load_beside(folder, dtype, base)
         return _load_own(folder.absolute(), dtype)
     fields = read_json(folder / "config.json")
     config = decoder_config(fields)
@@ -106,6 +113,19 @@ def save_value_model(folder: pathlib.Path, model: ValueModel) -> None:
     save(folder / HEAD, model.weights["head"])
     # Last: a folder without it is not taken for a value model.
     write_json(folder / DESCRIPTION, {"format": _FORMAT, "gamma": model.gamma})
+
+
+def _load_beside(folder: pathlib.Path, dtype: Any, base: LoadedModel | None) -> ValueModel:
+    if base is None:
+        raise ValueError(
+            f"{folder}: holds a part of a value model, which is loaded beside its base model only"
+        )
+    there = base.weights["norm"]["weight"].dtype
+    if jnp.dtype(dtype) != there:
+        raise ValueError(f"dtype is {jnp.dtype(dtype)}, allowed is that of the base model, {there}")
+    text = base.text if isinstance(base.text, Text) else None
+    config, weights, gamma = load_delta(folder, base.config, base.weights)
+    return ValueModel(config, weights, text, gamma)
 
 
 def _load_own(folder: pathlib.Path, dtype: Any) -> ValueModel:

@@ -38,7 +38,9 @@ def add_norm(
         in_specs=[row, parts, pl.BlockSpec((W,), lambda t: (0,))],
         out_specs=[row, row],
         out_shape=[shape, shape],
-        compiler_params=plt.CompilerParams(num_warps=min(16, max(1, size // 512))),
+        compiler_params=plt.CompilerParams(
+            num_warps=min(16, max(1, size // (512 if len(deltas) == 1 else 256)))
+        ),
         interpret=interpret,
         name="add_norm",
     )(x.reshape(B * N, W), deltas, weight)

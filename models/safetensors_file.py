@@ -1,4 +1,4 @@
-"""Reads tensors out of safetensors files one at a time, by plain reads: no memory is mapped. Writes them.
+"""Writes safetensors files, and reads tensors one at a time, by plain reads: nothing is mapped into memory.
 
 A tensor is converted to the wanted dtype block by block, so that the host holds one tensor in that dtype and
 one block in the file's. Knows nothing of models.

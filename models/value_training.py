@@ -28,7 +28,7 @@ from models.random_weights import fill_randomly
 from models.value_batches import Batch
 from models.value_head import head_shapes, trunk_config, value_functions
 
-ALL, LAYERS, HEAD = PARTS = ("all", "layers", "head")  # what may be trained
+ALL, LAYERS, LAST, HEAD = PARTS = ("all", "layers", "last", "head")  # what may be trained
 _LARGEST_NORM = 1.0  # of a gradient
 
 
@@ -69,22 +69,44 @@ def first_layers(
 
 
 def split_weights(weights: Weights, train: str) -> tuple[Weights, Weights]:
-    """(trained, frozen): all of a value model's weights, all but the embedding ("layers"), or the head alone.
+    """(trained, frozen): a value model's weights, the head being trained always.
 
     Args:
       weights: {"trunk", "head"}.
-      train: one of PARTS.
+      train: "all"; "layers", all but the embedding; "last:K", the last K layers and the final norm, "last"
+        being "last:1"; "head", nothing of the trunk.
+
+    Raises:
+      ValueError: another word, or more layers than there are.
     """
     trunk = weights["trunk"]
-    is_trained = {ALL: lambda name: True, LAYERS: lambda name: name != "embedding", HEAD: lambda name: False}
-    trained = {name: part for name, part in trunk.items() if is_trained[train](name)}
-    frozen = {name: part for name, part in trunk.items() if name not in trained}
+    first = first_trained(train, len(trunk["layers"]))
+    is_trained = {"embedding": train == ALL, "norm": train != HEAD}
+    trained = {name: trunk[name] for name in is_trained if is_trained[name]}
+    frozen = {name: trunk[name] for name in is_trained if not is_trained[name]}
+    for part, chosen in ((trained, lambda index: index >= first), (frozen, lambda index: index < first)):
+        layers = {index: layer for index, layer in trunk["layers"].items() if chosen(index)}
+        part |= {"layers": layers} if layers else {}
     return {"trunk": trained, "head": weights["head"]}, {"trunk": frozen}
+
+
+def first_trained(train: str, num_layers: int) -> int:
+    """Index of the first layer that `split_weights` has trained; num_layers for none. Errors as there."""
+    part, _, number = train.partition(":")
+    if part == LAST and (not number or number.isdecimal()):
+        count = int(number or 1)
+        if not 1 <= count <= num_layers:
+            raise ValueError(f"train is {train!r}, allowed is last:1 ... last:{num_layers}")
+        return num_layers - count
+    if part not in (ALL, LAYERS, HEAD) or number or train.endswith(":"):
+        raise ValueError(f"train is {train!r}, allowed are all, layers, last, last:K and head")
+    return num_layers if train == HEAD else 0
 
 
 def join_weights(trained: Weights, frozen: Weights) -> Weights:
     """{"trunk", "head"} of what `split_weights` returned."""
-    return {"trunk": {**frozen["trunk"], **trained["trunk"]}, "head": trained["head"]}
+    layers = {**frozen["trunk"].get("layers", {}), **trained["trunk"].get("layers", {})}
+    return {"trunk": {**frozen["trunk"], **trained["trunk"], "layers": layers}, "head": trained["head"]}
 
 
 def value_logits(config: DecoderConfig, dtype: Any = jnp.float32) -> Callable[..., jax.Array]:

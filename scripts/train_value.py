@@ -5,37 +5,41 @@
 
 Prompts are a text file with one a line, or JSONL with "prompt", "messages" or "prompt_token_ids". The folder
 of a run holds its log, checkpoints, figures and plots, and in model/ the value model for `models.load_value`.
-The same command goes on with a run that was stopped. docs/training.md says what is trained and how.
+With --train last --delta NAME that is a few megabytes, to be used beside the model of that name only. The
+same command goes on with a run that was stopped. docs/training.md says what is trained and how.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import pathlib
 import shutil
 import sys
+import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # models/ is not an installed package
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxsample import RUNNING, finish_reason
 from models.checkpoints import write_json
 from models.command_line import Parser, add_model_flags, keep_compiled_programs, load_model
 from models.decoder import DecoderConfig, Weights
+from models.delta import save_delta
 from models.fetch import fetch_smollm2
 from models.generation import Request, generate
-from models.json_fields import check_fields, prepare, read_object
+from models.json_fields import prepare
 from models.load import load
+from models.load_safetensors import read_json
 from models.load_value import ValueModel, save_value_model
-from models.rollouts import FINISHED, TRUNCATED, Rollout, read_rollouts, rollout_line, split_by_prompt
-from models.text import Text
+from models.progress import Progress
+from models.prompt_files import RolloutWriter, read_prompts
+from models.rollouts import FINISHED, TRUNCATED, Rollout, read_rollouts, split_by_prompt
+from models.text import Text, TokenIds
 from models.value_batches import (
     TREATMENTS,
     Labels,
@@ -46,14 +50,16 @@ from models.value_batches import (
     trainable,
     widths_for,
 )
-from models.value_fit import claim, fit, read_log
+from models.value_fit import SETTINGS, claim, fit, read_log
 from models.value_report import draw_plots, predict, report
 from models.value_training import (
     ALL,
+    HEAD,
+    LAST,
     LOSSES,
-    PARTS,
     TrainState,
     first_layers,
+    first_trained,
     join_weights,
     make_optimizer,
     make_train_step,
@@ -63,7 +69,6 @@ from models.value_training import (
 
 _LONGEST_WINDOW = 3000  # tokens; what LenVM was trained with
 _EPOCHS, _WARMUP = 2, 50  # and these, the latter in steps
-_PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,16 +91,23 @@ def run_generate(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.out}: exists already")
     wishes = read_prompts(options.prompts)
     model = load_model(options)
-    assert model.text is not None  # `load_model` refuses models without
+    text = model.text
+    assert text is not None  # `load_model` refuses models without
+    if options.eos_token_id is not None:
+        if not isinstance(text, TokenIds):
+            raise ValueError(
+                "--eos-token-id is given, allowed is it with --token-ids only: the model has its own"
+            )
+        text = dataclasses.replace(text, eos_token_ids=tuple(options.eos_token_id))
     sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "n")}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     requests = [
-        Request(*prepare({**sampling, "seed": options.seed + index, **wish}, model.text, raw=options.raw))
+        Request(*prepare({**sampling, "seed": options.seed + index, **wish}, text, raw=options.raw))
         for index, wish in enumerate(wishes)
     ]
     part = options.out.with_name(options.out.name + ".part")
-    with part.open("w", encoding="utf-8") as file, bar(len(requests) * options.n) as progress:
-        writer = Writer(requests, file, progress)
+    with part.open("w", encoding="utf-8") as file, Progress(len(requests) * options.n) as progress:
+        writer = RolloutWriter(requests, file, progress.advance)
         generate(
             model.config,
             model.weights,
@@ -109,31 +121,6 @@ def run_generate(options: argparse.Namespace) -> None:
         f"{options.out}: {writer.counts[FINISHED]} rollouts ended, {writer.counts[TRUNCATED]} cut off, "
         f"{writer.num_failed} failed and left out"
     )
-
-
-class Writer:
-    """Puts each rollout's tokens together and writes its line when it has ended."""
-
-    def __init__(self, requests: Sequence[Request], file: TextIO, progress: Progress):
-        self._requests, self._file, self._progress = requests, file, progress
-        self._open: dict[tuple[int, int], list[int]] = {}
-        self.counts = {FINISHED: 0, TRUNCATED: 0}
-        self.num_failed = 0
-
-    def add(self, request: int, sample: int, token_ids: list[int], status: int) -> None:
-        """Takes a step's tokens of one sample."""
-        tokens = self._open.setdefault((request, sample), [])
-        tokens += token_ids
-        if status == RUNNING:
-            return
-        reason = finish_reason(status)
-        if reason in self.counts and tokens:
-            self.counts[reason] += 1
-            print(rollout_line(self._requests[request].prompt, tokens, reason), file=self._file)
-        else:
-            self.num_failed += 1
-        del self._open[request, sample]
-        self._progress.advance(self._progress.task_ids[0])
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -155,14 +142,27 @@ def run_train(options: argparse.Namespace) -> None:
     say(describe(kept, held_out, rollouts, gamma, steps))
 
     num_layers = options.num_layers or model.config.num_layers
+    num_shared = first_trained(options.train, num_layers)
+    if options.delta is not None and options.train.partition(":")[0] not in (LAST, HEAD):
+        raise ValueError(f"--train is {options.train}, allowed with --delta are {LAST}, {LAST}:K and {HEAD}")
     mean = mean_value(kept, labels)
     config, weights = first_layers(model.config, model.weights, num_layers, options.seed, mean)
-    run = fit_value_model(options, config, weights, labels, kept, held_out, steps)
+    run, figures = fit_value_model(options, config, weights, labels, kept, held_out, steps)
     folder = options.out / "model"
     if folder.exists():  # of a run that had come to its end
         shutil.rmtree(folder)
-    text = model.text if isinstance(model.text, Text) else None
-    save_value_model(folder, ValueModel(config, run, text, gamma))
+    if options.delta is not None:
+        told = ("seconds", "device", "trained_numbers", "explained", "value_error")
+        counts = {"num_rollouts": len(rollouts), "num_trained_on": len(kept), "num_held_out": len(held_out)}
+        counts["num_cut_off"] = sum(not rollout.finished for rollout in rollouts)
+        counts["num_tokens"] = sum(len(rollout.output) for rollout in rollouts)
+        settings = read_json(options.out / SETTINGS)
+        facts = {**settings, **counts, **{name: figures.get(name) for name in told}}
+        names = {"base": options.delta, "base_weights": model.weights}
+        save_delta(folder, config, run, gamma, num_shared=num_shared, facts=facts, **names)
+    else:
+        text = model.text if isinstance(model.text, Text) else None
+        save_value_model(folder, ValueModel(config, run, text, gamma))
     say(f"value model in {folder}")
 
 
@@ -174,13 +174,14 @@ def fit_value_model(
     kept: list[Rollout],
     held_out: list[Rollout],
     steps: int,
-) -> Weights:
-    """Trains to the last step, then writes figures and plots; the weights, {"trunk", "head"}."""
+) -> tuple[Weights, dict[str, Any]]:
+    """Trains to the last step, then writes figures and plots; the weights, {"trunk", "head"}, and figures."""
     dtype, loss = jnp.dtype(options.dtype), LOSSES[options.loss]
     warmup = min(_WARMUP, steps // 10) if options.warmup is None else options.warmup
     optimizer = make_optimizer(options.learning_rate, warmup, steps, options.weight_decay)
     trained, frozen = split_weights(weights, options.train)
     state = TrainState(trained, jax.jit(optimizer.init)(trained))
+    trained_shapes = jax.eval_shape(lambda: trained)  # the arrays themselves are given up to the first step
     train_step = make_train_step(
         config, optimizer, gamma=labels.gamma, lam=options.lam, loss=loss, dtype=dtype
     )
@@ -204,12 +205,11 @@ def fit_value_model(
         targets = labels.gamma ** found.remaining.astype(np.float64)
         return {"held_out_loss": float(loss(jnp.asarray(found.z), jnp.asarray(targets, jnp.float32)).mean())}
 
-    with bar(steps) as progress:
+    started = time.perf_counter()
+    with Progress(steps) as progress:
 
         def show(step: int, entry: dict[str, Any]) -> None:
-            progress.update(progress.task_ids[0], completed=step)
-            if entry:
-                progress.update(progress.task_ids[0], words=f"loss {entry['loss']:.5f}")
+            progress.update(step, f"loss {entry['loss']:.5f}" if entry else None)
 
         state = fit(
             options.out,
@@ -222,8 +222,11 @@ def fit_value_model(
             judge=judge,
             show=show,
         )
+    seconds = time.perf_counter() - started
     found = predictions(state)
     counts = {"rollouts": len(held_out), "judged": int((found.position == 0).sum())}
+    counts |= {"seconds": round(seconds, 1), "device": jax.devices()[0].device_kind}
+    counts["trained_numbers"] = sum(leaf.size for leaf in jax.tree.leaves(trained_shapes))
     figures = {**counts, **report(found, labels.gamma)}
     write_json(options.out / "figures.json", figures)
     if not draw_plots(options.out, read_log(options.out), figures):
@@ -233,7 +236,7 @@ def fit_value_model(
             f"held out: mean |l_predicted - l| / l is {figures['relative_error']:.3f}, mean |v - target| is "
             f"{figures['value_error']:.4f}"
         )
-    return join_weights(state.trained, frozen)
+    return join_weights(state.trained, frozen), figures
 
 
 def settings_of(
@@ -282,38 +285,6 @@ def describe(
     )
 
 
-def read_prompts(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The prompts of a file, as fields of requests; a line that begins with a brace is JSON.
-
-    Raises:
-      ValueError: no prompts, or a line that is none.
-    """
-    wishes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        if not line.lstrip().startswith("{"):
-            wishes.append({"prompt": line})
-            continue
-        try:
-            fields = read_object(line)
-            wish = {name: fields[name] for name in _PROMPTS if name in fields}
-            wishes.append(check_fields(wish, _PROMPTS))
-        except ValueError as error:
-            raise ValueError(f"{path} line {number}: {error}") from None
-    if not wishes:
-        raise ValueError(f"no prompts in {path}")
-    return wishes
-
-
-def bar(total: int) -> Progress:
-    """A progress bar on standard error with one task."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[words]}"))
-    progress = Progress(*columns, console=Console(stderr=True))
-    progress.add_task("", total=total, words="")
-    return progress
-
-
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -334,7 +305,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--top-k", type=int)
     made.add_argument("--seed", type=int, default=0, help="of the first prompt; the next has one more")
     made.add_argument("--rows", type=positive(int), default=64, help="rollouts at once, default %(default)s")
-    add_model_flags(made).add_argument("--cache-slots", type=positive(int), metavar="S")
+    model = add_model_flags(made)
+    model.add_argument("--cache-slots", type=positive(int), metavar="S")
+    model.add_argument(
+        "--eos-token-id", type=int, nargs="+", metavar="ID", help="with --token-ids: ends a reply"
+    )
 
     train = jobs.add_parser("train", help="train on rollouts, or go on training")
     train.set_defaults(run=run_train)
@@ -357,7 +332,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     aims.add_argument("--truncated", choices=TREATMENTS, default=TREATMENTS[0], help="default %(default)s")
     aims.add_argument("--window", type=positive(int), help=f"tokens kept of each, default {_LONGEST_WINDOW}")
     how = train.add_argument_group("optimisation")
-    how.add_argument("--train", choices=PARTS, default=ALL, help="layers: all but the embedding; default all")
+    how.add_argument(
+        "--train",
+        default=ALL,
+        metavar="all|layers|last[:K]|head",
+        help="layers: all but the embedding; last:K: the last K layers and the norm; default all",
+    )
     how.add_argument("--batch-size", type=positive(int), default=32, help="rollouts, default %(default)s")
     how.add_argument("--learning-rate", type=positive(float), default=1e-4, help="default %(default)s")
     how.add_argument("--warmup", type=int, help=f"steps, default {_WARMUP}, or a tenth of all")
@@ -368,6 +348,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trunk's arithmetic"
     )
     watch = train.add_argument_group("output")
+    watch.add_argument(
+        "--delta", metavar="NAME", help="write what was trained alone, to be used beside that model only"
+    )
     watch.add_argument(
         "--held-out", type=float, default=0.05, help="fraction of prompts, default %(default)s"
     )

@@ -16,7 +16,7 @@ from models.decoder import DecoderConfig, decoder_functions
 from models.heads import Heads, Norms, read_heads
 from models.kernels import Kernels, kernels_of
 from models.norm_kernel import add_norm
-from models.projection_kernel import project_parts, splits
+from models.projection_kernel import fits_whole, project_parts, project_whole, splits
 from models.random_weights import random_weights
 from models.rope import inverse_frequencies, rotate, rotation
 
@@ -24,7 +24,8 @@ ON_GPU = jax.default_backend() == "gpu"
 KERNELS = Kernels(
     attend=functools.partial(attend_new, interpret=not ON_GPU),
     add_norm=functools.partial(add_norm, interpret=not ON_GPU),
-    project=functools.partial(project_parts, interpret=not ON_GPU),
+    project_parts=functools.partial(project_parts, interpret=not ON_GPU),
+    project_whole=functools.partial(project_whole, interpret=not ON_GPU),
 )
 
 
@@ -227,16 +228,30 @@ def test_a_product_in_parts(dtype, num_tokens):
     assert distance(parts.sum(axis=0), wanted) <= (1e-6 if dtype == jnp.float32 else 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"), [(jnp.bfloat16, 3), pytest.param(jnp.float32, 16, marks=pytest.mark.large)]
+)
+def test_a_whole_product(dtype, num_tokens):
+    rng = np.random.default_rng(1)
+    x, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((1, num_tokens, 512), (48, 512)))
+    assert fits_whole(x, weight)
+    found = jax.jit(functools.partial(project_whole, interpret=not ON_GPU))(x, weight)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert found.dtype == dtype
+    assert found.shape == wanted.shape
+    assert distance(np.asarray(found, np.float64), wanted) <= (1e-6 if dtype == jnp.float32 else 4e-3)
+
+
 @pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_a_decoder_with_kernels_is_the_one_without(joined):
     config = DecoderConfig(
         vocab_size=50,
-        width=128,
+        width=256,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_size=32,
-        mlp_width=192,
+        head_size=64,
+        mlp_width=320,
         norm_eps=1e-5,
         rope_theta=10000.0,
         qkv_bias=True,
@@ -245,7 +260,7 @@ def test_a_decoder_with_kernels_is_the_one_without(joined):
     )
     weights = random_weights(config, 3)
     rng = np.random.default_rng(0)
-    cache = js.KVCache(*(jnp.asarray(rng.standard_normal((2, 2, 40, 2, 32)), jnp.float32) for _ in range(2)))
+    cache = js.KVCache(*(jnp.asarray(rng.standard_normal((2, 2, 40, 2, 64)), jnp.float32) for _ in range(2)))
     lengths, tree, tokens = jnp.array([5, 0], jnp.int32), js.chain(1), jnp.array([[3, 1], [1, 5]], jnp.int32)
 
     def hidden_and_staged(kernels):
@@ -270,5 +285,12 @@ def test_what_the_kernels_are_made_for():
     assert not splits(jnp.zeros((43, 3, 448)), jnp.zeros((256, 448)))
     assert not splits(x, jnp.zeros((192, 448)))
     assert not splits(x[:, :, :440], jnp.zeros((256, 440)))
+    few = jnp.zeros((16, 1, 256))
+    assert fits_whole(few, jnp.zeros((256, 256)))
+    assert splits(few, jnp.zeros((128, 256)))  # a longer sum than the outputs are many
+    assert not splits(few, jnp.zeros((256, 256)))
+    assert not fits_whole(few, jnp.zeros((40, 256)))
+    assert not fits_whole(few[:, :, :128], jnp.zeros((256, 128)))
+    assert not fits_whole(jnp.zeros((17, 1, 256)), jnp.zeros((256, 256)))
     assert (kernels_of() is None) == (not ON_GPU)
     assert kernels_of(mesh=object()) is None
