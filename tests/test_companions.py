@@ -298,6 +298,7 @@ def test_a_value_model_is_measured_and_told_of(whole, folder, tmp_path):
         "8",
     ]
     asked += ["--scales", "-3", "3", "--factors", "2", "--targets", "4", "--top-k", "4", "--max-tokens", "8"]
+    asked += ["--judged-tokens", "12"]
     records = tmp_path / "results"
     records.mkdir()
     wanted = [*asked, "--out", str(records / "value.json")]
@@ -306,7 +307,7 @@ def test_a_value_model_is_measured_and_told_of(whole, folder, tmp_path):
     figures = json.loads((records / "value.json").read_text())
     ways = [(case["way"], case["at"]) for case in figures["cases"]]
     assert ways == [
-        ("plain", None), ("top_k", 0.0), ("centered_exp", -3.0), ("centered_exp", 3.0), ("length_mul", 2.0),
+        ("plain", None), ("unfiltered", None), ("centered_exp", -3.0), ("centered_exp", 3.0), ("length_mul", 2.0),
         ("eq_soft", 4), ("eq", 4), ("plain", 4), ("truncated", 4),
     ]  # fmt: skip
     assert all(case["perplexity"] > 1 and 1 <= case["mean"] <= 8 for case in figures["cases"])
