@@ -8,6 +8,7 @@ reduction takes another order for another shape, and its last bits move.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxsample import rng
 from jaxsample.params import TILE
 
 _GROUP = 32
+_MOST_SELECTED = 2**15 - 1  # two counts of so many fit into an int32
+_HAS_UNSTABLE = "is_stable" in inspect.signature(jax.lax.top_k).parameters  # jax 0.11 and later
 
 
 @jax.tree_util.register_dataclass
@@ -98,13 +101,52 @@ def first_tokens(logits, count: int, prepare: Callable[..., Any] = lambda x: x):
     if num_groups <= 2 * count:
         return _top_k(prepare(logits), count)
     grouped = logits.reshape(num_rows, num_groups, _GROUP)
-    _, groups = _top_k(jnp.max(prepare(grouped), axis=2), count)
-    # Ascending ids, so that the stable top-k below breaks ties by id.
-    groups = jnp.sort(groups, axis=1)
-    chosen = jnp.take_along_axis(grouped, groups[:, :, None], axis=1, mode="clip")
-    values, index = _top_k(prepare(chosen).reshape(num_rows, count * _GROUP), count)
-    group = jnp.take_along_axis(groups, index // _GROUP, axis=1, mode="clip")
-    return values, group * _GROUP + index % _GROUP
+
+    def of_groups(groups, first: Callable[..., Any]):
+        """The first tokens of groups in ascending order, so that ties in `first` fall to the smaller id."""
+        chosen = jnp.take_along_axis(grouped, groups[:, :, None], axis=1, mode="clip")
+        values, index = first(prepare(chosen).reshape(num_rows, count * _GROUP), count)
+        group = jnp.take_along_axis(groups, index // _GROUP, axis=1, mode="clip")
+        return values, group * _GROUP + index % _GROUP
+
+    def by_sorting(maxima):
+        return of_groups(jnp.sort(_top_k(maxima, count)[1], axis=1), _top_k)
+
+    def by_selecting(maxima):
+        return of_groups(select_first(maxima, count), sorted_selection)
+
+    maxima = jnp.max(prepare(grouped), axis=2)
+    if not _HAS_UNSTABLE or max(num_groups, count * _GROUP) > _MOST_SELECTED:
+        return by_sorting(maxima)
+    return jax.lax.platform_dependent(maxima, cuda=by_selecting, default=by_sorting)
+
+
+def select_first(x, count: int):
+    """Places of the `count` first entries of the order, ascending: i32[B, C] of f32[B, n], n < 2^15.
+
+    A GPU's stable top-k sorts whole rows. The value of the last entry needs no stability, and what lies above
+    it, or is equal and comes early enough, is counted off.
+    """
+    unstable = {"is_stable": False} if _HAS_UNSTABLE else {}
+    last = jax.lax.top_k(x, count, **unstable)[0][:, -1:]
+    above, equal = x > last, x == last
+    counts = (above.astype(jnp.int32) << 16) + equal.astype(jnp.int32)  # both in one sum
+    counted = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+    num_above, num_equal = counted >> 16, counted & 0xFFFF
+    room = count - num_above[:, -1:]
+    taken = above | (equal & (num_equal <= room))
+    place = jnp.where(taken, num_above + jnp.minimum(num_equal, room) - 1, count)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.zeros((x.shape[0], count), jnp.int32).at[rows, place].set(index, mode="drop")
+
+
+def sorted_selection(x, count: int):
+    """(values, places) of the `count` first entries, in order: as `_top_k`."""
+    places = select_first(x, count)
+    values = jnp.take_along_axis(x, places, axis=1, mode="clip")
+    negative, places = jax.lax.sort((-values, places), dimension=1, num_keys=2)
+    return jnp.where(negative == 0, 0, -negative), places
 
 
 def _top_k(x, count: int):

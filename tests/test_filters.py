@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxsample.candidates import select_first, sorted_selection
 from jaxsample.params import Features, Limits, neutral_params
 from jaxsample.sample import sample
 from jaxsample.shaping import shape
@@ -223,3 +224,18 @@ def test_presets_differ_in_what_top_p_is_measured_on():
     assert keep((0, 0.75, 0.2), "vllm") == [0, 1]
     assert keep((0, 0.75, 0.2), "joint") == [0, 1]
     assert keep((0, 0.75, 0.2), "hf") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("width", "count"), [(301, 7), (64, 1), (50, 50)])
+def test_selecting_the_first_tokens_is_sorting_them(width, count):
+    rng = np.random.default_rng(width)
+    x = rng.integers(-3, 4, (6, width)).astype(np.float32)  # full of ties, also at the cut
+    x[0] = rng.standard_normal(width)
+    x[1], x[2, count // 2 :], x[3], x[4, -1] = -np.inf, -np.inf, 0, 9
+    expected = np.argsort(-x, axis=1, kind="stable")[:, :count]
+    assert (np.asarray(jax.jit(select_first, static_argnums=1)(x, count)) == np.sort(expected, axis=1)).all()
+    values, places = jax.jit(sorted_selection, static_argnums=1)(x, count)
+    assert (np.asarray(places) == expected).all()
+    assert (
+        np.asarray(values).view(np.uint32) == np.take_along_axis(x, expected, axis=1).view(np.uint32)
+    ).all()
