@@ -36,7 +36,7 @@ class Aims:
       targets: lengths in tokens, for "eq_soft" and "eq".
       top_k: candidates of guided replies, and of the ones that they are compared with.
       max_tokens: where guided replies, and those they are compared with, are cut off.
-      judged_tokens: where the plain replies are cut off whose remaining lengths are foretold, max_tokens or more.
+      judged_tokens: where plain replies are cut off whose remaining lengths are foretold; max_tokens or more.
       num_plain, num_guided: replies a prompt, plain ones and of each other way.
       seed: of the first reply.
     """
@@ -74,9 +74,9 @@ def measure(
       say: told what is being done.
 
     Returns:
-      "value", of `judge`; "cases", a list of {"way", "at", ...} with the fields of `summary`, "way" being
-      "plain" (top_k candidates, like all but the next), "unfiltered", "centered_exp", "length_mul", "eq_soft", "eq" or "truncated" and "at" the
-      scale or the target; "shown", replies to the first prompts as token ids.
+      "value", of `judge`; "cases", a list of {"way", "at", ...} with the fields of `summary`: "way" is "plain"
+      (the top_k candidates, as in all ways but the next), "unfiltered", "centered_exp", "length_mul", "eq_soft",
+      "eq" or "truncated", and "at" the scale or the target; "shown", replies to the first prompts as token ids.
 
     Raises:
       ValueError: a value model without gamma, or what `generate` refuses.

@@ -94,7 +94,7 @@ def _value_section(figures: dict[str, Any]) -> list[str]:
         "### Length by scale",
         "",
         *_filled(
-            f"Guided replies are drawn from the same {facts['top_k']} candidates at each token as plain ones.",
+            f"Guided replies are drawn from {facts['top_k']} candidates at each token, as plain ones are.",
             "Perplexity is that of all tokens of the replies under the model",
             "itself,",
             "unguided at temperature 1. Replies that were cut off count with the length they reached.",
