@@ -171,8 +171,8 @@ def draft_card(description: dict[str, Any], records: Sequence[dict[str, Any]], n
     lines += _filled(
         "Limits: made for this one model and its tokenizer, from English prompts of a few kinds; on other "
         "text it proposes worse, which costs time and never changes what is emitted (`docs/speculation.md`). "
-        "What is faster depends on the device: `docs/results.md` has tokens a second. In the engine it begins with "
-        "a request's output and does not see the prompt."
+        "What is faster depends on the device: `docs/results.md` has tokens a second. In the engine it "
+        "begins with a request's output and does not see the prompt."
     )
     return "\n".join(lines)
 
