@@ -30,6 +30,10 @@ from jaxsample.guided import (
     make_value_prefill,
     num_catch_up_steps,
 )
+from jaxsample.head import Head, head_logits
+from jaxsample.head_sample import sample_head
+from jaxsample.head_score import score_head
+from jaxsample.head_summary import HeadSummary, summarize_head
 from jaxsample.history import History, append, start
 from jaxsample.intake import Request
 from jaxsample.kvcache import (
@@ -127,7 +131,9 @@ __all__ = [
     "GivenNoise",
     "Guidance",
     "GuidedState",
+    "Head",
     "HeadState",
+    "HeadSummary",
     "History",
     "KVCache",
     "Law",
@@ -190,6 +196,7 @@ __all__ = [
     "gather_layer",
     "guide",
     "guided_target",
+    "head_logits",
     "head_proposer",
     "init_cache",
     "init_guided",
@@ -230,7 +237,9 @@ __all__ = [
     "residual",
     "sample",
     "sample_by_exchange",
+    "sample_head",
     "score",
+    "score_head",
     "set_rows",
     "shape",
     "shortlist",
@@ -239,6 +248,7 @@ __all__ = [
     "stage",
     "start",
     "summarize",
+    "summarize_head",
     "unpack",
     "update_draft_length",
     "verify_block",

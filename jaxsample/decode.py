@@ -6,7 +6,8 @@ The one file that knows all of the library. A model is two pure functions:
     unembed(weights, hidden [B, N, W]) -> logits [B, N, Vp], Vp >= V
 
 with hidden for each token and Staged keys and values [L, B, N, H, D]; the mask says which of the S committed
-slots and N staged nodes each node sees. A loop, B slots wide, with a cache of at least max_length slots:
+slots and N staged nodes each node sees. A `Head` in place of unembed says where its matrix is: there are no
+logits then. A loop, B slots wide, with a cache of at least max_length slots:
 
     requests = admit(empty_requests(limits, B), slots, params, stop, prompts, lengths, limits=limits)
     cache = prefill(weights, cache, tokens, zeros, counts)      # in slots' order, all but the last token
@@ -22,10 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsample.draft import ROOT, Draft, Tree, chain
+from jaxsample.head import Head
+from jaxsample.head_sample import sample_head
 from jaxsample.kvcache import Cache, attention_mask, commit
-from jaxsample.logprobs import Logprobs
-from jaxsample.nodes import node_target, take_nodes
-from jaxsample.params import PAD, Features, Limits
+from jaxsample.logprobs import Logprobs, of_emitted
+from jaxsample.nodes import node_rows, node_target, take_nodes
+from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
@@ -37,7 +40,7 @@ from jaxsample.verify import Verdict, accept_matching, verify_match
 
 def make_decode_step(
     forward: Callable[..., Any],
-    unembed: Callable[..., Any],
+    unembed: Callable[..., Any] | Head,
     *,
     limits: Limits,
     features: Features,
@@ -51,7 +54,9 @@ def make_decode_step(
     """Build the jitted step: one token or more for every running slot.
 
     Args:
-      forward, unembed: the model's two functions, see the module's text.
+      forward, unembed: the model's two functions, see the module's text. A Head in place of unembed draws
+        from hidden states, with the same tokens given equal logits, and serves verify_match and no
+        transforms; on a GPU its loop over rows that need logits makes a step's launch wait for the model.
       limits: capacities.
       features: stages of this program; it serves rows that need these or fewer.
       proposer: where drafts come from; None decodes plainly.
@@ -80,7 +85,7 @@ def make_decode_step(
 
 def make_split_step(
     forward: Callable[..., Any],
-    unembed: Callable[..., Any],
+    unembed: Callable[..., Any] | Head,
     *,
     limits: Limits,
     features: Features,
@@ -117,7 +122,7 @@ def make_split_step(
 
 def make_decode_many(
     forward: Callable[..., Any],
-    unembed: Callable[..., Any],
+    unembed: Callable[..., Any] | Head,
     num_steps: int,
     *,
     limits: Limits,
@@ -218,7 +223,7 @@ class StepParts(NamedTuple):
 
 def step_parts(
     forward: Callable[..., Any],
-    unembed: Callable[..., Any],
+    unembed: Callable[..., Any] | Head,
     limits: Limits,
     features: Features,
     proposer: Proposer | None,
@@ -256,6 +261,8 @@ def step_parts(
         mask = attention_mask(requests.length, tree, cache.num_slots)
         with jax.named_scope("forward"):
             hidden, staged = forward(weights, tokens, positions, cache, mask)
+        if isinstance(unembed, Head):
+            return hidden, staged, ()
         with jax.named_scope("unembed"):
             logits = unembed(weights, hidden)
         if mesh is not None:  # a program that ends here leaves columns that the devices divide
@@ -292,8 +299,33 @@ def step_parts(
             verdict = accept_matching(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
         with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-        return (verdict, status, _drawn_logprobs(sampled.logprobs, verdict.tokens)), ()
+        row = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)[:, None]
+        return (verdict, status, of_emitted(sampled.logprobs, verdict.tokens, row)), ()
 
+    def judge_hidden(weights, hidden, requests: Requests, draft, allowed, transform_args):
+        """The same from hidden states, of all rows."""
+        if transform_args:
+            raise ValueError("unembed is a Head, and with it there are no arguments of transforms")
+        options: Any = dict(limits=limits, features=features, head=unembed, mesh=mesh, axis=axis)
+        with jax.named_scope("sample"):
+            given = (requests.params, requests.stop, requests.history, requests.length + 1, draft.tokens)
+            params, position, shaping = node_rows(*given, tree, limits=limits, allowed=allowed)
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            sampled = sample_head(
+                hidden, weights, params, position, **shaping, **options, batch_axis=batch_axis
+            )
+            by_node = lambda array: array.reshape(draft.tokens.shape)
+            verdict = accept_matching(by_node(sampled.tokens), by_node(sampled.valid), draft, tree)
+        with jax.named_scope("finish"):
+            verdict, status = finish(requests, verdict, limits=limits)
+        first = jnp.arange(verdict.path.shape[0], dtype=jnp.int32)[:, None] * tree.num_nodes
+        return verdict, status, of_emitted(sampled.logprobs, verdict.tokens, first + verdict.path)
+
+    if isinstance(unembed, Head) and (verify is not verify_match or draw is not None or features.transforms):
+        raise ValueError(
+            f"unembed is a Head with verify {getattr(verify, '__name__', verify)}, draw {draw} and "
+            f"{len(features.transforms)} transforms; it serves verify_match, no draw and no transforms"
+        )
     if draw is None:
         judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
     elif proposer is not None or axis is None or features.shapes:
@@ -305,7 +337,11 @@ def step_parts(
         judge_rows = judge_draw
 
     def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):
-        judged, _ = judge_rows(ahead[2], requests, drafted[0], allowed, transform_args)
+        given = requests, drafted[0], allowed, transform_args
+        if isinstance(unembed, Head):
+            judged = judge_hidden(weights if proposer is None else weights[0], ahead[0], *given)
+        else:
+            judged, _ = judge_rows(ahead[2], *given)
         return take_verdict(proposer, weights, requests, cache, drafted, ahead, judged)
 
     return StepParts(propose, forward_pass, tail)
@@ -361,16 +397,3 @@ def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs 
         target = take_nodes(target, verdict.path, tree.num_nodes)
     logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
     return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)
-
-
-def _drawn_logprobs(logprobs: Logprobs | None, tokens) -> Logprobs | None:
-    """Logprobs [B] of drawn tokens as those of emitted ones, i32[B, 1]: PAD has none."""
-    if logprobs is None:
-        return None
-    there, told = tokens >= 0, jax.tree.map(lambda leaf: leaf[:, None], logprobs)
-    return Logprobs(
-        token=jnp.where(there, told.token, -jnp.inf),
-        rank=jnp.where(there, told.rank, 0),
-        top_ids=jnp.where(there[:, :, None], told.top_ids, PAD),
-        top=jnp.where(there[:, :, None], told.top, -jnp.inf),
-    )

@@ -34,6 +34,7 @@ from jaxsample.draft import ROOT, Draft, Tree
 from jaxsample.guidance import Shortlist, ends_row, guided_target, shortlist
 from jaxsample.guidance_modes import guide
 from jaxsample.guidance_rows import OFF, Guidance, neutral_guidance
+from jaxsample.head import Head
 from jaxsample.history import repeat_rows
 from jaxsample.kvcache import Cache, commit
 from jaxsample.nodes import node_target
@@ -224,6 +225,8 @@ def guided_parts(
             f"needs 'filtered' or 'full' and at least num_guided = {limits.num_guided}"
         )
     tree: Tree = ROOT if proposer is None else proposer.tree
+    if isinstance(unembed, Head):
+        raise ValueError("unembed is a Head, expected a function: guided rows need their logits")
     parts = step_parts(forward, unembed, limits, features, proposer, verify)
 
     def propose(weights, requests: Requests, caches):

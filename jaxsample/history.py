@@ -175,6 +175,14 @@ def unpack_bits(words, num_bits: int):
     return jnp.pad(bits, ((0, 0), (0, missing))) if missing > 0 else bits[:, :num_bits]
 
 
+def bit_columns(words, first, num_bits: int):
+    """Bits first ... first + num_bits - 1 of u32[B, W]: bool[B, num_bits]; `first` a multiple of 32."""
+    count = -(-num_bits // 32)
+    if count < words.shape[1]:
+        words = jax.lax.dynamic_slice_in_dim(words, first // 32, count, axis=1)
+    return unpack_bits(words, num_bits)
+
+
 def _droppable(ids, num_vocab: int, beyond: int):
     """Ids with those outside [0, num_vocab) moved to `beyond`, where a scatter drops them (-1 would wrap)."""
     return jnp.where((ids < 0) | (ids >= num_vocab), beyond, ids)

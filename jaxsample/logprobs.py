@@ -97,6 +97,26 @@ def limit_top(logprobs: Logprobs, num_asked) -> Logprobs:
     )
 
 
+def of_emitted(logprobs: Logprobs | None, tokens, row) -> Logprobs | None:
+    """Logprobs of emitted tokens i32[B, M], PAD for none, from those of drawn ones: [B, M] in place of [R].
+
+    Args:
+      logprobs: Logprobs of R rows, or None.
+      tokens: i32[B, M].
+      row: i32[B, M], the row that drew each.
+    """
+    if logprobs is None:
+        return None
+    there = tokens >= 0
+    told = jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), logprobs)
+    return Logprobs(
+        token=jnp.where(there, told.token, -jnp.inf),
+        rank=jnp.where(there, told.rank, 0),
+        top_ids=jnp.where(there[:, :, None], told.top_ids, PAD),
+        top=jnp.where(there[:, :, None], told.top, -jnp.inf),
+    )
+
+
 def _logprobs(logits, tokens, highest, norm, top, top_ids):
     there = tokens >= 0
     at = jnp.maximum(tokens, 0)[:, None]

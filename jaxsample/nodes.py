@@ -4,6 +4,8 @@ Every node gets its request's parameters, its own history and its own position, 
 is what plain decoding would emit there. Knows nothing about how proposals were made or are judged.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,41 @@ def node_target(
             f"logits {list(logits.shape)} and tokens {list(tokens.shape)} do not fit the tree's "
             f"{tree.num_nodes} nodes a row" + (f", of which {num_nodes} count" if only is not None else "")
         )
+    params, position, given = node_rows(
+        params, stop, history, position, tokens, tree, limits=limits, allowed=allowed, only=only
+    )
+    logits = logits.reshape(num_rows * num_nodes, -1)
+    transform_args = repeat_rows(transform_args, num_nodes)
+    shaped = shape(
+        logits,
+        params,
+        position,
+        **given,
+        limits=limits,
+        features=features,
+        transform_args=transform_args,
+    )
+    return make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features, law=law)
+
+
+def node_rows(
+    params: SamplingParams,
+    stop: StopRule,
+    history: History,
+    position,
+    tokens,
+    tree: Tree,
+    *,
+    limits: Limits,
+    allowed=None,
+    only: tuple[int, ...] | None = None,
+) -> tuple[SamplingParams, Any, dict[str, Any]]:
+    """What the rows of all nodes are shaped by; arguments as for `node_target`.
+
+    Returns:
+      (params, position, {"stop", "history", "allowed"}) of B * N rows; of B * n with `only`.
+    """
+    num_rows, num_nodes = tokens.shape[0], tree.num_nodes if only is None else len(only)
     if allowed is not None:
         allowed = jnp.asarray(allowed)
         expected = (num_rows, num_nodes, limits.num_words)
@@ -64,25 +101,14 @@ def node_target(
                 f"allowed is {allowed.dtype}{list(allowed.shape)}, expected uint32{list(expected)}"
             )
         allowed = allowed.reshape(-1, limits.num_words)
-    params, stop, transform_args = repeat_rows((params, stop, transform_args), num_nodes)
+    params, stop = repeat_rows((params, stop), num_nodes)
     depth, histories = tree.depth, at_nodes(history, tokens, tree)
     if only is not None:
         chosen = np.asarray(only, np.int32)
         rows = (np.arange(num_rows, dtype=np.int32)[:, None] * tree.num_nodes + chosen).reshape(-1)
         depth, histories = depth[chosen], jax.tree.map(lambda leaf: leaf[rows], histories)
     position = (position[:, None] + jnp.asarray(depth)[None, :]).reshape(-1)
-    shaped = shape(
-        logits.reshape(num_rows * num_nodes, -1),
-        params,
-        position,
-        stop=stop,
-        history=histories,
-        allowed=allowed,
-        limits=limits,
-        features=features,
-        transform_args=transform_args,
-    )
-    return make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features, law=law)
+    return params, position, dict(stop=stop, history=histories, allowed=allowed)
 
 
 def take_nodes(target: Target, node, num_nodes: int) -> Target:

@@ -6,20 +6,21 @@ Knows nothing about randomness. Every function reads a `History` and leaves neut
 import jax
 import jax.numpy as jnp
 
-from jaxsample.history import History, last_output, unpack_bits
+from jaxsample.history import History, bit_columns, last_output
 from jaxsample.params import PAD, SamplingParams
 
 
-def penalize(logits, params: SamplingParams, history: History):
+def penalize(logits, params: SamplingParams, history: History, first=0):
     """Repetition, then frequency and presence penalties.
 
     Repetition, over prompt and output: z / r if z > 0 else z * r. Then, over the output alone:
     z - frequency * count - presence * (count > 0).
 
     Args:
-      logits: f32[B, V'], V' >= V; columns past V are left alone.
+      logits: f32[B, V'], V' >= V; columns past V are left alone. Or the columns from `first` on.
       params: SamplingParams; neutral 1, 0, 0.
       history: History.
+      first: i32[] or int, a multiple of 32; other than 0 only where the history is as wide as the columns.
 
     Returns:
       f32[B, V'].
@@ -30,12 +31,14 @@ def penalize(logits, params: SamplingParams, history: History):
     counts = history.output_counts
     if counts.shape[1] < width:
         counts = jnp.pad(counts, ((0, 0), (0, width - counts.shape[1])))
+    elif counts.shape[1] > width:
+        counts = jax.lax.dynamic_slice_in_dim(counts, first, width, axis=1)
     counts = counts.astype(jnp.int32)
-    token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    token = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     for step in range(history.pending.shape[1]):
         counts += (token == history.pending[:, step, None]).astype(jnp.int32)
     said = counts > 0
-    seen = said | unpack_bits(history.prompt_seen, width)
+    seen = said | bit_columns(history.prompt_seen, first, width)
     repetition = params.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     # The select stands between product and difference so that no compiler contracts them: the bits would

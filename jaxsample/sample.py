@@ -117,6 +117,11 @@ def _check(logits, width, params, position, stop, history, allowed, noise, limit
         raise ValueError(
             f"logits have {width} columns, expected at least limits.vocab_size = {limits.vocab_size}"
         )
+    check_rows(num_rows, params, position, stop, history, allowed, noise, limits)
+
+
+def check_rows(num_rows: int, params, position, stop, history, allowed, noise, limits: Limits) -> None:
+    """Refuse what belongs to rows where it has not num_rows of them, or another width than limits say."""
     if position.shape != (num_rows,) or position.dtype != jnp.int32:
         raise ValueError(f"position is {position.dtype}{list(position.shape)}, expected int32[{num_rows}]")
     if stop is not None and history is None:

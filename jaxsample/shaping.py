@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsample.candidates import tidy
-from jaxsample.history import History, unpack_bits
+from jaxsample.history import History, bit_columns
 from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams, StopRule
 from jaxsample.penalties import bad_word_bans, penalize
 from jaxsample.truncation import is_greedy
@@ -89,14 +89,10 @@ def shape(
     raw, bad = _at_the_door(logits, vocab_size)
     z = tidy(raw)
     if features.shapes:
-        z = _add_bias(z, params)
-        if history is not None:
-            z = penalize(z, params, history)
+        z = _before_masks(z, params, history)
         for transform, argument in zip(features.transforms, transform_args, strict=True):
             z = _checked(transform(z, argument, position), z, transform)
-        z = _mask(z, params, stop, history, allowed, vocab_size)
-        z = _scale(z, params)
-        z = jnp.minimum(z, _HUGE)
+        z = _from_masks_on(z, params, allowed_words(params, stop, history, allowed, vocab_size))
     valid = ~bad & jnp.any(z > -jnp.inf, axis=1)
     return Shaped(tidy(divide(z, params, jnp.max(z, axis=1))), raw, valid)
 
@@ -111,14 +107,37 @@ def _at_the_door(logits, vocab_size: int):
     return raw, bad
 
 
-def _add_bias(z, params: SamplingParams):
+def shape_columns(z, params: SamplingParams, history: History | None, words, first):
+    """The stages of tier "full" but transforms and temperature, on some columns of the rows.
+
+    Args:
+      z: f32[B, n], tidy logits of the tokens from `first` on, -inf behind the vocabulary.
+      params: SamplingParams.
+      history: History whose columns reach to first + n at least, or None.
+      words: u32[B, W], `allowed_words`, with bits for first + n tokens at least.
+      first: i32[] or int, a multiple of 32.
+    """
+    return _from_masks_on(_before_masks(z, params, history, first), params, words, first)
+
+
+def _before_masks(z, params: SamplingParams, history: History | None, first=0):
+    z = _add_bias(z, params, first)
+    return z if history is None else penalize(z, params, history, first)
+
+
+def _from_masks_on(z, params: SamplingParams, words, first=0):
+    z = jnp.where(bit_columns(words, first, z.shape[1]), z, -jnp.inf)
+    return jnp.minimum(_scale(z, params, first), _HUGE)
+
+
+def _add_bias(z, params: SamplingParams, first=0):
     """z + bias at the biased ids.
 
     Up to 32 entries by a compare each, in the pass that reads z; more by a scatter, which makes a copy of z.
     """
     num_entries = params.bias_ids.shape[1]
     if num_entries <= _MAX_COMPARED:
-        token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        token = first + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         # Ids are distinct, so at most one term is not 0. Each sum is used once: a chain of selects between z
         # and z + bias, which uses each twice, took jaxlib 0.12 exponential time to compile for V <= 128.
         added = jnp.zeros_like(z)
@@ -127,13 +146,16 @@ def _add_bias(z, params: SamplingParams):
             added = added + jnp.where(is_token, params.bias_values[:, entry, None], 0)
         return z + added
     rows = jnp.arange(z.shape[0], dtype=jnp.int32)[:, None]
-    # PAD goes beyond the end, where it is dropped: -1 would wrap.
-    ids = jnp.where(params.bias_ids < 0, z.shape[1], params.bias_ids)
+    # What lies outside goes beyond the end, where it is dropped: -1 would wrap.
+    ids = jnp.where(params.bias_ids < first, z.shape[1], params.bias_ids - first)
     return z.at[rows, ids].add(params.bias_values, mode="drop")
 
 
-def _mask(z, params, stop, history, allowed, vocab_size):
-    """The request's and the grammar's bit masks, less what bad words and min_tokens ban."""
+def allowed_words(params: SamplingParams, stop, history, allowed, vocab_size: int):
+    """The request's and the grammar's bit masks, less what bad words and min_tokens ban: u32[B, W].
+
+    Args: as for `shape`.
+    """
     words = params.allowed if allowed is None else params.allowed & allowed
     bans = []
     if history is not None:
@@ -142,7 +164,7 @@ def _mask(z, params, stop, history, allowed, vocab_size):
             bans.append(_min_token_bans(stop, history, words, vocab_size))
     if bans:
         words = _without(words, jnp.concatenate(bans, axis=1))
-    return jnp.where(unpack_bits(words, z.shape[1]), z, -jnp.inf)
+    return words
 
 
 def _without(words, ids):
@@ -183,13 +205,13 @@ def end_ids(stop: StopRule):
     return jnp.concatenate([eos, stop.stop_ids], axis=1)
 
 
-def _scale(z, params: SamplingParams):
+def _scale(z, params: SamplingParams, first=0):
     """LenVM's multipliers; greedy rows have no temperature, hence no scale of it either.
 
     A compare for each of the few entries, not a scatter, which would copy z.
     """
     ids = jnp.where(is_greedy(params)[:, None], PAD, params.scale_ids)
-    token = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    token = first + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
     factor = jnp.ones_like(z)
     for entry in range(ids.shape[1]):
         factor = jnp.where(token == ids[:, entry, None], params.scale_values[:, entry, None], factor)

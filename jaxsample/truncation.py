@@ -23,7 +23,7 @@ from jaxsample.candidates import Candidates, prefix_sum, row_max, tile_sum
 from jaxsample.params import MAX_SERVED_TOP_K, TILE, Features, SamplingParams
 
 # A crossing this close to top_p (relative to m(A)) is left to the full row, so that no two routes cut apart.
-_MARGIN = np.float32(2.0**-18)
+MARGIN = np.float32(2.0**-18)
 _TINY = np.finfo(np.float32).tiny
 _KEY_OF_MINUS_INF = -0x7F800001  # the integer that orders as -inf does
 
@@ -80,7 +80,7 @@ def truncate(logits, candidates: Candidates, params: SamplingParams, *, vocab_si
     if features.full_rows:
         if order != "joint":
             few = min(candidates.values.shape[1], MAX_SERVED_TOP_K)
-            served |= _effective_top_k(top_k, vocab_size) <= few
+            served |= effective_top_k(top_k, vocab_size) <= few
         full = cut_rows(logits, *filters, vocab_size=vocab_size, filter_order=order)
         cut = jax.tree.map(lambda ours, theirs: jnp.where(served, ours, theirs), cut, full)
     return cut, num_kept
@@ -97,7 +97,9 @@ def is_kept(values, ids, cut: Cut):
     return ((values > value) | ((values == value) & (ids <= cut.id[:, None]))) & (values > -jnp.inf)
 
 
-def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: int, filter_order: str):
+def cut_candidates(
+    candidates: Candidates, top_k, top_p, min_p, *, vocab_size: int, filter_order: str, margin=MARGIN
+):
     """The cut from the C candidates of each row.
 
     Args:
@@ -105,13 +107,14 @@ def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: i
       top_k: i32[B] (0, -1, >= V: off). top_p: f32[B] (>= 1: off). min_p: f32[B] (0: off).
       vocab_size: V.
       filter_order: "vllm", "hf" or "joint", see the module's text.
+      margin: how close to top_p a crossing may come, relative to m(A).
 
     Returns:
       (Cut, num_kept i32[B], exact bool[B]). exact: the full row would be cut at the same token. It holds when
       nothing is filtered; or C tokens provably hold the cut: the count of top-k is at most C, or the min-p
       cut lies above the smallest value kept, or that value is -inf, or the mass of all C tokens passes
-      top_p * m(A); and m(A) is known; and no crossing lies within 2^-18 of top_p. Where exact is False the
-      cut is the best that C tokens allow.
+      top_p * m(A); and m(A) is known; and no crossing lies within the margin, 2^-18, of top_p. Where exact
+      is False the cut is the best that C tokens allow.
     """
     values = candidates.values
     count = values.shape[1]
@@ -128,7 +131,7 @@ def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: i
         """A prefix length: what was counted if the candidates show its end, else `beyond`."""
         return jnp.where(complete, jnp.minimum(counted, num_finite), jnp.where(inside, counted, beyond))
 
-    k = _effective_top_k(top_k, vocab_size)
+    k = effective_top_k(top_k, vocab_size)
     num_top_k = length(k <= count, k)
     num_min_p = jnp.sum(passes_min_p(values, candidates.max, min_p), axis=1, dtype=jnp.int32)
     num_min_p = length(num_min_p < count, num_min_p)
@@ -142,7 +145,7 @@ def cut_candidates(candidates: Candidates, top_k, top_p, min_p, *, vocab_size: i
     wanted = top_p * base_mass
     reached = mass >= wanted[:, None]
     num_top_p = jnp.where(reached[:, -1], 1 + jnp.argmax(reached, axis=1).astype(jnp.int32), beyond)
-    near = jnp.any(jnp.abs(mass - wanted[:, None]) <= _MARGIN * base_mass[:, None], axis=1)
+    near = jnp.any(jnp.abs(mass - wanted[:, None]) <= margin * base_mass[:, None], axis=1)
     has_top_p = top_p < 1
     num_top_p = jnp.where(has_top_p, num_top_p, beyond)
 
@@ -178,7 +181,7 @@ def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str)
     passes = passes_min_p(logits, highest, min_p)
     lowest_passing = jnp.min(jnp.where(passes, logits, jnp.inf), axis=1)
     by_min_p = (lowest_passing, jnp.full_like(top_k, logits.shape[1]))
-    by_top_k = _first_counted(logits, _effective_top_k(top_k, vocab_size))
+    by_top_k = _first_counted(logits, effective_top_k(top_k, vocab_size))
     shorter = _shorter(by_min_p, by_top_k)
 
     base = {"vllm": shorter, "hf": by_top_k, "joint": by_min_p}[filter_order]
@@ -189,7 +192,8 @@ def cut_rows(logits, top_k, top_p, min_p, *, vocab_size: int, filter_order: str)
     return Cut(value, last_id, rng.log(mass_of(_prefix(logits, value, last_id))))
 
 
-def _effective_top_k(top_k, vocab_size: int):
+def effective_top_k(top_k, vocab_size: int):
+    """How many tokens top_k keeps, V where it is off: i32[B]."""
     return jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
 
 

@@ -35,8 +35,9 @@ class Aims:
       factors: scales of "length_mul", the neutral 1 among them or not.
       targets: lengths in tokens, for "eq_soft" and "eq".
       top_k: candidates of guided replies, and of the ones that they are compared with.
-      max_tokens: where every reply is cut off.
-      num_plain, num_guided: replies a prompt, without guidance and in each guided case.
+      max_tokens: where guided replies, and those they are compared with, are cut off.
+      judged_tokens: where the plain replies are cut off whose remaining lengths are foretold, max_tokens or more.
+      num_plain, num_guided: replies a prompt, plain ones and of each other way.
       seed: of the first reply.
     """
 
@@ -45,6 +46,7 @@ class Aims:
     targets: tuple[int, ...] = (50, 100, 200)
     top_k: int = 16
     max_tokens: int = 512
+    judged_tokens: int = 1024
     num_plain: int = 4
     num_guided: int = 2
     seed: int = 1_000_000  # prompts that were trained on began at 0
@@ -73,7 +75,7 @@ def measure(
 
     Returns:
       "value", of `judge`; "cases", a list of {"way", "at", ...} with the fields of `summary`, "way" being
-      "plain" (no filter), "top_k", "centered_exp", "length_mul", "eq_soft", "eq" or "truncated" and "at" the
+      "plain" (top_k candidates, like all but the next), "unfiltered", "centered_exp", "length_mul", "eq_soft", "eq" or "truncated" and "at" the
       scale or the target; "shown", replies to the first prompts as token ids.
 
     Raises:
@@ -81,7 +83,11 @@ def measure(
     """
     if guide.gamma is None:
         raise ValueError("the value model does not say its gamma")
-    longest = max(map(len, prompts)) + aims.max_tokens
+    if aims.judged_tokens < aims.max_tokens:
+        raise ValueError(
+            f"judged_tokens is {aims.judged_tokens}, allowed is max_tokens, {aims.max_tokens}, or more"
+        )
+    longest = max(map(len, prompts)) + aims.judged_tokens
     settings: dict[str, Any] = {
         "max_rows": max_rows,
         "num_slots": min(-(-longest // _SLOTS) * _SLOTS, config.max_length),
@@ -102,7 +108,8 @@ def measure(
         return [[reply.samples for reply in group] for group in groups]
 
     say(f"plain replies to {len(prompts)} prompts")
-    (plain,) = draw([({"n": aims.num_plain}, None)], None)
+    fields = {"n": aims.num_plain, "top_k": aims.top_k, "max_tokens": aims.judged_tokens}
+    (plain,) = draw([(fields, None)], None)
     rollouts = [
         Rollout(np.array(prompt, np.int32), np.array(sample.token_ids, np.int32), is_ended(sample))
         for prompt, samples in zip(prompts, plain)
@@ -112,15 +119,19 @@ def measure(
     say("values of the plain replies")
     value = judge(guide, rollouts)
 
-    names: list[tuple[str, float]] = [("top_k", 0.0)]
-    names += [("centered_exp", scale) for scale in aims.scales if scale != 0]
+    names: list[tuple[str, float]] = [("centered_exp", scale) for scale in aims.scales if scale != 0]
     names += [("length_mul", factor) for factor in aims.factors if factor != 1]
     names += [(constraint, target) for constraint in ("eq_soft", "eq") for target in aims.targets]
-    say(f"guided replies: {len(names)} ways")
-    fields = {"n": aims.num_guided, "top_k": aims.top_k}
-    drawn = draw([(fields, _guidance(way, at)) for way, at in names], guide)
+    say(f"unfiltered replies, and guided ones in {len(names)} ways")
+    fields = {"n": aims.num_guided}
+    ((unfiltered,), drawn) = (
+        draw([(fields, None)], None),
+        draw([({**fields, "top_k": aims.top_k}, _guidance(way, at)) for way, at in names], guide),
+    )
 
+    plain = [[truncated(sample, aims.max_tokens) for sample in samples] for samples in plain]
     cases = [{"way": "plain", "at": None, **summary(_flat(plain))}]
+    cases.append({"way": "unfiltered", "at": None, **summary(_flat(unfiltered))})
     for (way, at), samples in zip(names, drawn):
         target = int(at) if way in ("eq_soft", "eq") else None
         cases.append({"way": way, "at": at, **summary(_flat(samples), target)})
@@ -226,7 +237,7 @@ def summary(samples: Sequence[Sample], target: int | None = None) -> dict[str, A
 
 
 def truncated(sample: Sample, most: int) -> Sample:
-    """A reply cut off after so many tokens."""
+    """A reply cut off after so many tokens; RUNNING where it would have gone on."""
     if len(sample.token_ids) <= most:
         return sample
     return Sample(sample.token_ids[:most], sample.logprobs[:most])
@@ -238,8 +249,6 @@ def is_ended(sample: Sample) -> bool:
 
 
 def _guidance(way: str, at: float) -> dict[str, Any] | None:
-    if way == "top_k":
-        return None
     if way in ("centered_exp", "length_mul"):
         return {"mode": way, "scale": at}
     return {"target_length": at, "constraint": way}

@@ -16,10 +16,11 @@ PICTURES = {
     "value_lengths": "Length by scale",
     "value_targets": "Hits of target lengths",
 }
+ROLLOUTS = "--n 2 --temperature 1 --top-k 16 --max-tokens 1024"  # how the value model's were drawn
 _WIDTH = 118
 _NAMES = {
     "plain": "plain",
-    "top_k": "plain, top-k",
+    "unfiltered": "no filter",
     "truncated": "cut off at the target",
     "centered_exp": "`centered_exp`",
     "length_mul": "`length_mul`",
@@ -58,16 +59,17 @@ def _value_section(figures: dict[str, Any]) -> list[str]:
         *_filled(
             f"{facts['num_prompts']} prompts about topics that were not trained on; to each",
             f"{facts['num_plain']}",
-            f"plain replies and {facts['num_guided']} of each guided way, at temperature 1 and of at most",
-            f"{facts['max_tokens']} tokens. {facts['device']}, {facts['dtype']}, jax {facts['jax']}. The",
+            f"plain replies and {facts['num_guided']} of each other way, at temperature 1, from the",
+            f"{facts['top_k']} likeliest tokens and of at most {facts['max_tokens']} tokens, where nothing",
+            f"else is said. {facts['device']}, {facts['dtype']}, jax {facts['jax']}. The",
             "value",
             f"model has {facts['num_layers']} layers and gamma {facts['gamma']:.6g}. Lengths count EOS.",
         ),
         "### Predicted against realised remaining length",
         "",
         *_filled(
-            f"Plain replies without a filter. The model ended {value['replies']} of {value['of']} itself;",
-            "of the",
+            f"Plain replies of at most {facts['judged_tokens']} tokens. The model ended {value['replies']}",
+            f"of {value['of']} itself; of the",
             "others no length is known, and they are left out. The error is abs(l_predicted - l) / l; short",
             'remainders weigh most in its mean, so that the median stands beside it. "Position alone" is',
             "the mean",
@@ -92,9 +94,8 @@ def _value_section(figures: dict[str, Any]) -> list[str]:
         "### Length by scale",
         "",
         *_filled(
-            f'Guided replies have {facts["top_k"]} candidates at each token, and so has "plain, top-k",',
-            "which they",
-            "are to be compared with. Perplexity is that of all tokens of the replies under the model",
+            f"Guided replies are drawn from the same {facts['top_k']} candidates at each token as plain ones.",
+            "Perplexity is that of all tokens of the replies under the model",
             "itself,",
             "unguided at temperature 1. Replies that were cut off count with the length they reached.",
         ),
@@ -170,7 +171,7 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
         ),
         *_filled(
             "**Data.** Prompts of `models/companion_prompts.py`, written for this repository and under its",
-            "licence, and the base model's own replies to them at temperature 1:",
+            "licence, and the base model's own replies to them, drawn as the command below says:",
             f"{facts['num_rollouts']:,} replies of {facts['num_tokens']:,} tokens,",
             f"{facts['num_cut_off']:,} of",
             f"them cut off by the limit. {facts['num_trained_on']:,} were trained on and",
@@ -184,7 +185,8 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
         ),
         "```",
         "python scripts/report_companions.py prompts --out runs/prompts",
-        "python scripts/train_value.py generate runs/prompts/train.jsonl --n 2 --out runs/rollouts.jsonl",
+        f"python scripts/train_value.py generate runs/prompts/train.jsonl {ROLLOUTS} \\",
+        "  --out runs/rollouts.jsonl",
         "python scripts/train_value.py train --rollouts runs/rollouts.jsonl --out runs/value \\",
         *(f"  {line} \\" for line in command[:-1]),
         f"  {command[-1]}",
@@ -196,8 +198,8 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
         "## Limits",
         "",
         *_filled(
-            "It was trained on replies at temperature 1 without filters, to short English requests of one",
-            "turn",
+            "It was trained on replies at temperature 1 from the likeliest tokens, to short English requests",
+            "of one turn",
             "with the model's default system prompt. With other settings, long chats and other languages it",
             f"extrapolates. Lengths above {math.log(0.01) / math.log(gamma):.0f} tokens are hardly told",
             "apart: there",
@@ -211,10 +213,14 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
 
 def _card_results(figures: dict[str, Any]) -> list[str]:
     value, cases = figures["value"], figures["cases"]
-    scaled = [case for case in cases if case["way"] in ("top_k", "centered_exp")]
+    scaled = [
+        case
+        for case in cases
+        if case["way"] == "centered_exp" or (case["way"], case["at"]) == ("plain", None)
+    ]
     least, most = (choose(scaled, key=lambda case: case["mean"]) for choose in (min, max))
     told = [
-        f"{number(x['mean'])} tokens at scale {x['at']:g} (perplexity {number(x['perplexity'])})"
+        f"{number(x['mean'])} tokens at scale {x['at'] or 0:g} (perplexity {number(x['perplexity'])})"
         for x in (least, most)
     ]
     rows = [_target_row(case) for case in _by_target(cases)]
@@ -274,7 +280,7 @@ def draw(folder: pathlib.Path, figures: dict[str, Any]) -> bool:
     figure, columns = pyplot.subplots(1, 2, figsize=(8, 4), layout="constrained", sharey=True)
     for axes, way, neutral in zip(columns, ("centered_exp", "length_mul"), (0.0, 1.0)):
         chosen = [case for case in cases if case["way"] == way]
-        chosen += [{**case, "at": neutral} for case in cases if case["way"] == "top_k"]
+        chosen += [{**case, "at": neutral} for case in cases if (case["way"], case["at"]) == ("plain", None)]
         chosen.sort(key=lambda case: case["at"])
         at = [case["at"] for case in chosen]
         axes.errorbar(at, [x["mean"] for x in chosen], [x["std"] for x in chosen], fmt="o-", capsize=3)
@@ -317,7 +323,8 @@ def _filled(*parts: str) -> list[str]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     line = lambda cells: "| " + " | ".join(cells) + " |"
-    return [line(heads), line(["---", *["---:"] * (len(heads) - 1)]), *map(line, rows)]
+    words = ("way", "text", heads[0])
+    return [line(heads), line(["---" if head in words else "---:" for head in heads]), *map(line, rows)]
 
 
 def _range(entry: dict[str, Any]) -> str:
@@ -327,9 +334,9 @@ def _range(entry: dict[str, Any]) -> str:
 def _by_scale(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Plain replies, then those by scale, in order."""
     first = [case for case in cases if case["way"] == "plain" and case["at"] is None]
-    rest = [case for case in cases if case["way"] in ("top_k", "centered_exp", "length_mul")]
-    order = ("top_k", "centered_exp", "length_mul")
-    return first + sorted(rest, key=lambda case: (order.index(case["way"]), case["at"]))
+    order = ("unfiltered", "centered_exp", "length_mul")
+    rest = [case for case in cases if case["way"] in order]
+    return first + sorted(rest, key=lambda case: (order.index(case["way"]), case["at"] or 0))
 
 
 def _by_target(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxsample.head import Head
 from jaxsample.kvcache import Cache, Staged, gather_layer, read_staged, stage
 from models.attention import attend
 from models.heads import Heads, Norms, read_heads
@@ -80,6 +81,29 @@ def decoder_functions(
         return nnx.merge(graph, weights).unembed(hidden)
 
     return forward, unembed
+
+
+def decoder_head(config: DecoderConfig, **portions: Any) -> Head:
+    """The decoder's head, for functions that work without logits, as `jaxsample.sample_head`.
+
+    Args:
+      config: the architecture.
+      portions: other fields of Head.
+    """
+    return Head(
+        weight_of=_embedding_rows if config.tied_embeddings else _head_rows,
+        logit_scale=config.logit_scale,
+        softcap=config.final_logit_softcapping,
+        **portions,
+    )
+
+
+def _embedding_rows(weights: Weights) -> jax.Array:
+    return weights["embedding"]["weight"]
+
+
+def _head_rows(weights: Weights) -> jax.Array:
+    return weights["head"]["weight"]
 
 
 def weight_shapes(config: DecoderConfig) -> Weights:

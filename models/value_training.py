@@ -93,7 +93,7 @@ def split_weights(weights: Weights, train: str) -> tuple[Weights, Weights]:
 def first_trained(train: str, num_layers: int) -> int:
     """Index of the first layer that `split_weights` has trained; num_layers for none. Errors as there."""
     part, _, number = train.partition(":")
-    if part == LAST and (not number or number.isdecimal()):
+    if part == LAST and (train == LAST or number.isdecimal()):
         count = int(number or 1)
         if not 1 <= count <= num_layers:
             raise ValueError(f"train is {train!r}, allowed is last:1 ... last:{num_layers}")

@@ -138,9 +138,10 @@ def run_write(options: argparse.Namespace) -> None:
     section = draft_section(drafts) if drafts else None
     options.docs.mkdir(parents=True, exist_ok=True)
     (options.docs / "results.md").write_text(page(value, section), encoding="utf-8")
-    drawn = value is None or draw(options.docs / PLOTS, value)
-    if not (drawn and (not drafts or draw_drafts(options.docs / PLOTS, drafts))):
-        print("no plots: matplotlib is not installed", file=sys.stderr)
+    if not options.no_plots:
+        drawn = value is None or draw(options.docs / PLOTS, value)
+        if not drawn or (drafts and not draw_drafts(options.docs / PLOTS, drafts)):
+            print("no plots: matplotlib is not installed", file=sys.stderr)
     if (options.head / HEAD_DESCRIPTION).is_file():
         num_bytes = (options.head / HEAD_TENSORS).stat().st_size
         words = draft_card(read_json(options.head / HEAD_DESCRIPTION), drafts, num_bytes)
@@ -212,6 +213,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     write = jobs.add_parser("write", help="make the page, its plots and the model card")
     write.set_defaults(run=run_write)
     write.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="DIR", help="of the records")
+    write.add_argument("--no-plots", action="store_true", help="the page and the card alone")
     write.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs", metavar="DIR")
     write.add_argument("--head", type=pathlib.Path, default=DRAFT_HEAD, metavar="DIR", help="the draft head")
     write.add_argument("--companion", type=pathlib.Path, metavar="DIR", help="the value model, for its card")

@@ -29,6 +29,7 @@ DOCUMENTS = [
     "docs/measured.md",
     "docs/migration.md",
     "docs/training.md",
+    "docs/results.md",
     *(
         f"docs/{page}.md"
         for page in ("sampling", "speculation", "guidance", "sharding", "serving", "kernels")

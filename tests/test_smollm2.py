@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 import jaxsample as js
+from models.command_line import COMPANIONS
 from models.decoder import decoder_functions
 from models.fetch import fetch_smollm2
 from models.generation import Request, generate
 from models.load import load
+from models.load_value import load_value_model
 from models.speculation import Speculation
+from models.value_training import predicted_length, value_logits
 from tests import test_grammar
 from tests.test_models import DATA, tolerance
 
@@ -94,3 +97,19 @@ def test_json_under_a_schema(model):
         assert status[slot] == js.STOP_EOS
         value = json.loads(tokenizer.decode(outputs[slot][:-1]))
         assert set(value) == {"name", "age", "tags"}
+
+
+@pytest.mark.skipif(not COMPANIONS["smollm2"].is_dir(), reason="no value model is shipped")
+def test_the_value_model_that_comes_with_it_expects_more_of_an_essay_than_of_a_number(model):
+    guide = load_value_model(COMPANIONS["smollm2"], np.float32, model)
+    asked = (
+        "Write an essay of several paragraphs about trains.",
+        "Which is larger, 7 or 9? Only the number.",
+    )
+    prompts = [model.text.encode(model.text.render([{"role": "user", "content": x}])) for x in asked]
+    tokens = np.zeros((2, 64), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    z = np.asarray(jax.jit(value_logits(guide.config))(guide.weights, tokens))
+    essay, digit = (predicted_length(z[row, len(ids) - 1], guide.gamma) for row, ids in enumerate(prompts))
+    assert essay > 100 > 30 > digit
