@@ -14,6 +14,8 @@ from jaxsample import Features, Limits, empty_head_state, init_cache, observe_pr
 from models.decoder import DecoderConfig
 from models.draft_batches import frequent_tokens, learnable, make_draft_batch
 from models.draft_head import DraftHead, draft_functions, head_config, head_shapes, join_base
+from models.draft_measure import DraftAims, measure_drafts
+from models.draft_section import draft_card, draft_section
 from models.draft_training import (
     Aims,
     chain_outputs,
@@ -304,6 +306,34 @@ def test_a_head_trained_in_two_goes_drafts_the_text_of_plain_decoding(checkpoint
     stats = texts[1]["stats"]
     # The prompt was taken in: the first step proposes too.
     assert stats["drafted"] == 2 * stats["windows"] and stats["accepted"] > 0 and texts[1]["prompt_logprobs"]
+
+
+@pytest.mark.large
+def test_drafts_are_measured_and_told_of(saved, base, tmp_path):
+    """What is emitted is that of plain decoding where it is to be; tokens and steps add up; the page has the numbers."""
+    head = load_draft_head(saved, BASE)
+    aims = DraftAims(num_drafts=2, max_tokens=6, rows=2, alone=1)
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10]]
+    record = measure_drafts(BASE, base, head, prompts, (1,), aims)
+    cases = record["cases"]
+    assert len(cases) == (7 + 5) * 2
+    for case in cases:
+        assert case["tokens_a_step"] == case["tokens"] / case["steps"] and case["tokens_a_second"] > 0
+        assert (case["tokens_a_step"] == 1) == (case["drafter"] == "plain") or case["drafter"] != "plain"
+        if case["temperature"] == 0 or case["verify"] in (None, "match"):
+            assert case["same"] == case["replies"]
+    with pytest.raises(ValueError, match="prompts are 2, allowed is above 2"):
+        measure_drafts(BASE, base, head, prompts[:2], (1,), aims)
+    words = draft_section([record])
+    told = next(
+        x
+        for x in cases
+        if (x["drafter"], x["verify"], x["temperature"], x["rows"]) == ("head", "block", 1, 2)
+    )
+    assert f"{told['tokens_a_step']:.3f} |" in words and "those of plain decoding" in words
+    facts = {"steps": 1, "batch_size": 2, "rollouts": 3, "seconds": 4.0, "device": "cpu", "dtype": "float32"}
+    description = json.loads((saved / "draft_head.json").read_text()) | {"training": facts}
+    assert "| `block` |" in draft_card(description, [record], 10**6)
 
 
 @pytest.mark.parametrize(
