@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxsample.requests import LENGTH, STOP_EOS
-from models.command_line import COMPANIONS
+from models.command_line import COMPANIONS, DRAFT_HEAD
 from models.companion_measure import by_position, is_ended, summary, truncated
 from models.companion_prompts import held_out_prompts, train_prompts
 from models.companion_report import card, page
@@ -275,12 +275,18 @@ def test_a_page_is_made_of_records_alone_and_the_one_kept_is_that_of_the_records
     if shipped.is_dir():
         for name in (DESCRIPTION, TENSORS):
             shutil.copy(shipped / name, tmp_path / name)
-    assert report_companions.main(options) == 0
+    if DRAFT_HEAD.is_dir():
+        shutil.copytree(DRAFT_HEAD, tmp_path / "head")
+        (tmp_path / "head" / "README.md").unlink()
+    assert report_companions.main([*options, "--head", str(tmp_path / "head")]) == 0
     kept = (report_companions.ROOT / "docs" / "results.md").read_text()
     assert (tmp_path / "results.md").read_text() == kept
     if shipped.is_dir():
         assert (tmp_path / "README.md").read_text() == (shipped / "README.md").read_text()
         assert sum(path.stat().st_size for path in shipped.iterdir()) < 10e6
+    if DRAFT_HEAD.is_dir():
+        assert (tmp_path / "head" / "README.md").read_text() == (DRAFT_HEAD / "README.md").read_text()
+        assert sum(path.stat().st_size for path in DRAFT_HEAD.iterdir()) < 10e6
 
 
 @pytest.mark.large
@@ -318,6 +324,8 @@ def test_a_value_model_is_measured_and_told_of(whole, folder, tmp_path):
         "--docs",
         str(tmp_path / "docs"),
         "--companion",
+        str(tmp_path),
+        "--head",
         str(tmp_path),
     ]
     assert report_companions.main([*write, *common]) == 0

@@ -474,29 +474,40 @@ def test_speculation_leaves_the_text_as_it_is():
     assert idle(engine)
 
 
+draft_forward, draft_unembed = lookup_functions(V)
+
+
+def head_forward(weights, tokens, hidden, positions, cache, mask):
+    """The hidden state that comes next, with a fault where the head's cache has another token before this one."""
+    outputs, staged = draft_forward(weights, tokens, positions, cache, mask)
+    wrong = (outputs[..., 0] >= 0) & (outputs[..., 0] != hidden[..., 1])  # it begins where the output does
+    return jnp.stack([hidden[..., 1], tokens, wrong.astype(jnp.int32)], axis=-1), staged
+
+
 @pytest.mark.large
-def test_a_draft_models_cache_lies_in_the_same_pages():
-    draft_forward, draft_unembed = lookup_functions(V)
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_a_drafters_cache_lies_in_the_same_pages(drafter):
     features = FEATURES[1]
-    proposer = js.model_proposer(
-        draft_forward,
-        draft_unembed,
-        js.chain(2),
-        limits=LIMITS,
-        features=features,
-        pick=js.draw_proposals(js.rng.TARGET),
+    options = dict(limits=LIMITS, features=features, pick=js.draw_proposals(js.rng.TARGET))
+    proposer = (
+        js.model_proposer(draft_forward, draft_unembed, js.chain(2), **options)
+        if drafter == "model"
+        else js.chained_head_proposer(head_forward, draft_unembed, js.chain(2), **options)
     )
     buckets = Buckets(rows=(4,), lengths=(S,), prefill=((2, 16),), features=(features,), updates=(4,))
     num_pages = 18
+
+    def new_drafts(num_slots):
+        cache = new_cache(num_pages, PAGE, np.full((num_slots, S // PAGE), -1, np.int32))
+        return cache if drafter == "model" else js.empty_head_state(cache, 3, jnp.int32)
+
     engine = make_engine(
         buckets=buckets,
         num_pages=num_pages,
         proposer=proposer,
         draft_weights=WEIGHTS,
-        draft_forward=draft_forward,
-        new_drafts=lambda num_slots: new_cache(
-            num_pages, PAGE, np.full((num_slots, S // PAGE), -1, np.int32)
-        ),
+        draft_forward=draft_forward if drafter == "model" else None,
+        new_drafts=new_drafts,
     )
     requests = [
         Request([1 + seed] * (2 + 3 * seed), {"seed": seed, "max_tokens": 20, "n": 1 + seed % 2})
@@ -509,7 +520,7 @@ def test_a_draft_models_cache_lies_in_the_same_pages():
         for sample in stream.samples:
             tokens, _, status = next(expected)
             assert sample.tokens().token_ids.tolist() == tokens and sample.status == status
-    # The draft model is the model itself: only what lies behind a request's end is rejected, through preemption
+    # The drafter is the model itself, or foretells its hidden states: only what lies behind a request's end is rejected, through preemption
     # and copied pages alike.
     num_samples = sum(len(stream.samples) for stream in streams)
     assert engine.stats.num_drafted - engine.stats.num_accepted <= 2 * num_samples

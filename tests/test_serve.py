@@ -9,12 +9,17 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 import scripts.generate
+from models.draft_head import DraftHead
+from models.draft_training import first_head
 from models.engines import build_engine
 from models.fetch import fetch_smollm2
 from models.figures import progress_line
+from models.load import load
+from models.load_draft import save_draft_head
 from models.serving import Service
 from scripts.serve import main
 from tests.test_generate import SCRIPT, checkpoint, json_lines, user_cache  # noqa: F401
@@ -34,7 +39,12 @@ def kept_engines(monkeypatch):
         asked = (
             None
             if speculation is None
-            else (speculation.num_drafts, speculation.verify, speculation.draft is None)
+            else (
+                speculation.num_drafts,
+                speculation.verify,
+                speculation.draft is None,
+                speculation.head is None,
+            )
         )
         key = (config, sizes, asked, *modes.items())
         if key not in ENGINES:
@@ -253,14 +263,18 @@ def test_a_signal_cancels_what_runs_and_is_the_exit_code(checkpoint, tmp_path, m
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft", "head"])
 def test_drafts_leave_greedy_text_as_it_is(checkpoint, tmp_path, drafter):  # noqa: F811
     requests = [
         {"prompt": prompt, "temperature": 0, "max_tokens": 14} for prompt in ("abcabcabc", "xyxyxy", "q")
     ]
     requests[1]["stop"] = joined(run(tmp_path, checkpoint, requests))["2", 0]["text"][6:9]
     plain = joined(run(tmp_path, checkpoint, requests))
-    where = "ngram" if drafter == "ngram" else f"draft:{checkpoint}"
+    if drafter == "head":
+        model = load(checkpoint, np.float32)
+        head = DraftHead(*first_head(model.config, model.weights, 1, 0), None)
+        save_draft_head(tmp_path / "head", head, "tiny", {})
+    where = {"ngram": "ngram", "draft": f"draft:{checkpoint}", "head": f"head:{tmp_path / 'head'}"}[drafter]
     sizes = ["--slots", "1", "--max-length", str(MAX_LENGTH)]
     drafts = ["--speculate", where, "--num-draft", "2"]
     assert joined(run(tmp_path, checkpoint, requests, *drafts, sizes=sizes)) == plain
