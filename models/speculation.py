@@ -68,8 +68,8 @@ class Drafting:
       new_state: number of rows -> the proposer's state.
       forward: the draft model's, for its prefill; None where there is none.
       layout: number of rows -> how the state lies on the mesh; () where there is no state or no mesh.
-      observe: (weights, state, hidden, successors, lengths, counts, seed) -> state, takes a chunk of the prompt
-        in, with the target's hidden states, see `jaxsample.observe_prompt`; None where a prompt tells nothing.
+      observe: (weights, state, hidden, successors, lengths, counts, seed) -> state, takes in a chunk of the
+        prompt with the target's hidden states, see `jaxsample.observe_prompt`; None: prompts tell nothing.
     """
 
     proposer: Proposer

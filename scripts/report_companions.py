@@ -1,18 +1,18 @@
-"""The companions of SmolLM2: python scripts/report_companions.py prompts|measure|write.
+"""The companions of SmolLM2: python scripts/report_companions.py prompts|measure|drafts|write.
 
     python scripts/report_companions.py prompts --out runs/prompts
     python scripts/report_companions.py measure --prompts runs/prompts/held_out.jsonl
+    python scripts/report_companions.py drafts --prompts runs/prompts/held_out.jsonl
     python scripts/report_companions.py write
 
 `prompts` writes the prompts of `models.companion_prompts` as token ids. `measure` has the model reply to
 held-out ones with and without its value model; figures go to models/companions/results/, and no tokenizer is
-needed. `write` makes docs/results.md, its plots and the model card of the figures there.
+needed. `drafts` has it reply plainly, with n-grams and with its draft head, a record a device. `write` makes
+docs/results.md, its plots and the model cards of the figures there.
 """
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
 import json
 import pathlib
 import sys
@@ -25,6 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # model
 from models.checkpoints import write_json
 from models.command_line import (
     COMPANIONS,
+    DRAFT_HEAD,
     Parser,
     add_model_flags,
     keep_compiled_programs,
@@ -35,7 +36,13 @@ from models.companion_measure import Aims, measure
 from models.companion_prompts import held_out_prompts, train_prompts
 from models.companion_report import PLOTS, card, draw, page
 from models.delta import DESCRIPTION, TENSORS
+from models.draft_measure import DraftAims, measure_drafts
+from models.draft_section import draft_card, draft_section, draw_drafts
 from models.json_fields import prepare
+from models.load import LoadedModel
+from models.load_draft import DESCRIPTION as HEAD_DESCRIPTION
+from models.load_draft import TENSORS as HEAD_TENSORS
+from models.load_draft import load_draft_head
 from models.load_safetensors import read_json
 from models.prompt_files import read_prompts
 
@@ -80,14 +87,9 @@ def run_measure(options: argparse.Namespace) -> None:
     aims = dataclasses.replace(Aims(), **asked)
     keep_compiled_programs()
     model = load_model(options)
-    guide, text = load_guide(options, model), model.text
+    guide = load_guide(options, model)
     assert guide is not None  # there is a default
-    assert text is not None  # `load_model` refuses models without
-    wishes = read_prompts(options.prompts)[: options.num_prompts]
-    prompts = [prepare(wish, text, raw=options.raw)[0] for wish in wishes]
-    eos = options.eos_token_id or text.eos_token_ids
-    if not eos:
-        raise ValueError("nothing ends a reply: give --eos-token-id")
+    prompts, eos = read_held_out(options, model)
     started = time.perf_counter()
     say = lambda line: print(line, file=sys.stderr, flush=True)
     figures = measure(model.config, model.weights, guide, prompts, eos, aims, options.rows, say)
@@ -97,20 +99,53 @@ def run_measure(options: argparse.Namespace) -> None:
     say(f"figures in {options.out}")
 
 
+def read_held_out(options: argparse.Namespace, model: LoadedModel) -> tuple[list[list[int]], Sequence[int]]:
+    """The prompts as token ids, and the ids that end a reply."""
+    text = model.text
+    assert text is not None  # `load_model` refuses models without
+    wishes = read_prompts(options.prompts)[: options.num_prompts]
+    eos = options.eos_token_id or text.eos_token_ids
+    if not eos:
+        raise ValueError("nothing ends a reply: give --eos-token-id")
+    return [prepare(wish, text, raw=options.raw)[0] for wish in wishes], eos
+
+
+def run_drafts(options: argparse.Namespace) -> None:
+    """Draws replies to held-out prompts with all drafters, and writes the figures of this device."""
+    keep_compiled_programs()
+    model = load_model(options)
+    head = load_draft_head(options.head, model.config)
+    prompts, eos = read_held_out(options, model)
+    aims = DraftAims(num_drafts=options.num_draft, max_tokens=options.max_tokens, rows=options.rows)
+    aims = dataclasses.replace(aims, alone=options.alone)
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    figures = measure_drafts(model.config, model.weights, head, prompts, eos, aims, say)
+    out = options.out or RESULTS / f"draft.{figures['facts']['platform']}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, figures)
+    say(f"figures in {out}")
+
+
 def run_write(options: argparse.Namespace) -> None:
     """Writes the page, its plots and the model card of the records that are there."""
     records = {path.stem: read_json(path) for path in sorted(options.results.glob("*.json"))}
-    value, draft = records.get("value"), records.get("draft")
+    value = records.get("value")
+    drafts = [record for name, record in records.items() if name.startswith("draft.")]
     if value is not None and any("text" not in entry for entry in value["shown"]):
         value["shown"] = with_texts(value, options)
         write_json(options.results / "value.json", value)
-    section = None
-    if draft is not None and importlib.util.find_spec("models.draft_section") is not None:
-        section = importlib.import_module("models.draft_section").draft_section(draft)
+    drafts.sort(key=lambda record: record["facts"]["platform"] == "cpu")
+    section = draft_section(drafts) if drafts else None
     options.docs.mkdir(parents=True, exist_ok=True)
     (options.docs / "results.md").write_text(page(value, section), encoding="utf-8")
-    if value is not None and not options.no_plots and not draw(options.docs / PLOTS, value):
-        print("no plots: matplotlib is not installed", file=sys.stderr)
+    if not options.no_plots:
+        drawn = value is None or draw(options.docs / PLOTS, value)
+        if not (drawn and (not drafts or draw_drafts(options.docs / PLOTS, drafts))):
+            print("no plots: matplotlib is not installed", file=sys.stderr)
+    if (options.head / HEAD_DESCRIPTION).is_file():
+        num_bytes = (options.head / HEAD_TENSORS).stat().st_size
+        words = draft_card(read_json(options.head / HEAD_DESCRIPTION), drafts, num_bytes)
+        (options.head / "README.md").write_text(words, encoding="utf-8")
     folder = COMPANIONS["smollm2"] if options.companion is None else options.companion
     if (folder / DESCRIPTION).is_file():
         num_bytes = sum((folder / name).stat().st_size for name in (DESCRIPTION, TENSORS))
@@ -138,7 +173,7 @@ def with_texts(figures: dict[str, Any], options: argparse.Namespace) -> list[dic
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
-    jobs = parser.add_subparsers(required=True, metavar="prompts|measure|write")
+    jobs = parser.add_subparsers(required=True, metavar="prompts|measure|drafts|write")
 
     prompts = jobs.add_parser("prompts", help="write the prompts as token ids")
     prompts.set_defaults(run=run_prompts)
@@ -160,11 +195,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         made.add_argument(flag, type=kind, nargs="+" if several else None, help=f"default {shown}")
     add_model_flags(made)
 
+    drafts = jobs.add_parser("drafts", help="reply to held-out prompts with all drafters, keep the figures")
+    drafts.set_defaults(run=run_drafts)
+    drafts.add_argument("--prompts", type=pathlib.Path, required=True, metavar="JSONL")
+    drafts.add_argument(
+        "--num-prompts", type=int, default=64, metavar="N", help="the first N, default %(default)s"
+    )
+    drafts.add_argument("--head", type=pathlib.Path, default=DRAFT_HEAD, metavar="DIR", help="the draft head")
+    drafts.add_argument("--eos-token-id", type=int, nargs="+", metavar="ID", help="default: the tokenizer's")
+    drafts.add_argument("--num-draft", type=int, default=4, metavar="K", help="default %(default)s")
+    drafts.add_argument("--max-tokens", type=int, default=128, help="default %(default)s")
+    drafts.add_argument("--rows", type=int, default=16, help="replies at once, default %(default)s")
+    drafts.add_argument("--alone", type=int, default=8, help="prompts timed at B = 1, default %(default)s")
+    drafts.add_argument("--out", type=pathlib.Path, metavar="JSON", help="default: by the device")
+    add_model_flags(drafts)
+
     write = jobs.add_parser("write", help="make the page, its plots and the model card")
     write.set_defaults(run=run_write)
     write.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="DIR", help="of the records")
     write.add_argument("--no-plots", action="store_true", help="the page and the card alone")
     write.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs", metavar="DIR")
+    write.add_argument("--head", type=pathlib.Path, default=DRAFT_HEAD, metavar="DIR", help="the draft head")
     write.add_argument("--companion", type=pathlib.Path, metavar="DIR", help="the value model, for its card")
     add_model_flags(write)
     return parser.parse_args(arguments)

@@ -12,6 +12,7 @@ that was stopped. docs/training.md says what is trained and how.
 import argparse
 import hashlib
 import pathlib
+import shlex
 import shutil
 import sys
 import time
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 0, or 2 with one line on standard error for what the user can mend."""
     try:
         options = parse(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        options.command = shlex.join([pathlib.Path(x).name if x.startswith("/") else x for x in given])
         keep_compiled_programs()
         run(options)
     except (ValueError, OSError) as error:
@@ -154,6 +157,7 @@ def train(
             show=show,
         )
     facts = {
+        "command": f"python scripts/train_draft.py {options.command}",
         "rollouts": len(kept),
         "steps": steps,
         "seconds": round(time.perf_counter() - started, 1),

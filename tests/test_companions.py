@@ -270,7 +270,8 @@ def test_errors_by_position_by_hand():
 
 def test_a_page_is_made_of_records_alone_and_the_one_kept_is_that_of_the_records_kept(tmp_path):
     assert "There is no record yet." in page(None, None) and page(None, "## Draft\n").endswith("\n## Draft\n")
-    options = ["write", "--no-plots", "--docs", str(tmp_path), "--companion", str(tmp_path)]
+    options = ["write", "--no-plots", "--docs", str(tmp_path)]
+    options += ["--companion", str(tmp_path), "--head", str(tmp_path / "head")]
     shipped = COMPANIONS["smollm2"]
     if shipped.is_dir():
         for name in (DESCRIPTION, TENSORS):

@@ -83,7 +83,7 @@ def test_what_is_learnt_are_the_laws_of_output_tokens():
 def test_the_draft_vocabulary_is_the_most_frequent_tokens():
     ids, share = frequent_tokens([rollout([9, 9, 9], [5, 3, 5]), rollout([9], [7, 5])], 12, 2)
     assert ids.tolist() == [3, 5] and ids.dtype == np.int32 and share == 4 / 5
-    with pytest.raises(ValueError, match="13 tokens, allowed is 1 ... 12"):
+    with pytest.raises(ValueError, match="13 tokens, allowed is 1"):
         frequent_tokens([rollout([1], [2])], 12, 13)
 
 
