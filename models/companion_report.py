@@ -142,11 +142,12 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
     """
     facts, base, gamma = description["facts"], description["base"], description["gamma"]
     layers, shared = description["num_layers"], description["num_shared"]
-    own = f"layers {shared} to {layers - 1}, " if shared < layers else ""
+    own = ", ".join(f"layer {index}" for index in range(shared, layers)) + ", " if shared < layers else ""
+    warmup = "" if facts["warmup"] is None else f" --warmup {facts['warmup']}"
     command = [
         f"--num-layers {layers} --train {facts['train']} --delta {base['name']}",
         f"--dtype {facts['dtype']} --batch-size {facts['batch_size']} --steps {facts['steps']}",
-        f"--learning-rate {facts['learning_rate']:g} --warmup {facts['warmup']} --loss {facts['loss']}",
+        f"--learning-rate {facts['learning_rate']:g}{warmup} --loss {facts['loss']}",
         f"--window {facts['window']} --lam {facts['lam']:g} --truncated {facts['truncated']}",
         f"--held-out {facts['held_out']:g} --seed {facts['seed']}",
     ]

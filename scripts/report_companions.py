@@ -140,7 +140,7 @@ def run_write(options: argparse.Namespace) -> None:
     (options.docs / "results.md").write_text(page(value, section), encoding="utf-8")
     if not options.no_plots:
         drawn = value is None or draw(options.docs / PLOTS, value)
-        if not drawn or (drafts and not draw_drafts(options.docs / PLOTS, drafts)):
+        if not (drawn and (not drafts or draw_drafts(options.docs / PLOTS, drafts))):
             print("no plots: matplotlib is not installed", file=sys.stderr)
     if (options.head / HEAD_DESCRIPTION).is_file():
         num_bytes = (options.head / HEAD_TENSORS).stat().st_size

@@ -270,7 +270,8 @@ def test_errors_by_position_by_hand():
 
 def test_a_page_is_made_of_records_alone_and_the_one_kept_is_that_of_the_records_kept(tmp_path):
     assert "There is no record yet." in page(None, None) and page(None, "## Draft\n").endswith("\n## Draft\n")
-    options = ["write", "--no-plots", "--docs", str(tmp_path), "--companion", str(tmp_path)]
+    options = ["write", "--no-plots", "--docs", str(tmp_path)]
+    options += ["--companion", str(tmp_path), "--head", str(tmp_path / "head")]
     shipped = COMPANIONS["smollm2"]
     if shipped.is_dir():
         for name in (DESCRIPTION, TENSORS):
@@ -317,17 +318,8 @@ def test_a_value_model_is_measured_and_told_of(whole, folder, tmp_path):
         ("eq_soft", 4), ("eq", 4), ("plain", 4), ("truncated", 4),
     ]  # fmt: skip
     assert all(case["perplexity"] > 1 and 1 <= case["mean"] <= 8 for case in figures["cases"])
-    write = [
-        "write",
-        "--results",
-        str(records),
-        "--docs",
-        str(tmp_path / "docs"),
-        "--companion",
-        str(tmp_path),
-        "--head",
-        str(tmp_path),
-    ]
+    write = ["write", "--results", str(records), "--docs", str(tmp_path / "docs")]
+    write += ["--companion", str(tmp_path), "--head", str(tmp_path / "head")]
     assert report_companions.main([*write, *common]) == 0
     words = (tmp_path / "docs" / "results.md").read_text()
     assert "| `centered_exp` | -3 |" in words and "| 4 | cut off at the target |" in words
