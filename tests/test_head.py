@@ -13,7 +13,7 @@ import pytest
 import jaxsample as js
 from jaxsample.head import Head, head_logits
 from jaxsample.head_sample import sample_head
-from jaxsample.head_score import score_head
+from jaxsample.head_score import _score_rows, score_head
 from jaxsample.head_summary import summarize_head
 from jaxsample.logprobs import score
 from jaxsample.params import Features, Limits, neutral_params
@@ -73,18 +73,33 @@ def given_of(program):
     return params, position, rest, {**PROGRAMS, **RAW}[program]
 
 
+@functools.cache
+def compiled_of(program):
+    hidden, weight, _ = rows_as_head(program)
+    params, position, rest, features = given_of(program)
+    return run.lower(
+        hidden, weight, params, position, limits=LIMITS, features=features, head=HEAD, **rest
+    ).compile()
+
+
 # Every parameter, every kind of row: many of these rows keep more tokens than lanes hold, or tie.
 @pytest.mark.parametrize("program", ["full", "served", "plain", pytest.param("raw", marks=pytest.mark.large)])
 def test_tokens_and_logprobs_are_those_of_the_logits(program):
     hidden, weight, logits = rows_as_head(program)
     params, position, rest, features = given_of(program)
     options = dict(limits=LIMITS, features=features)
-    compiled = run.lower(hidden, weight, params, position, **options, head=HEAD, **rest).compile()
+    compiled = compiled_of(program)
     found = compiled(hidden, weight, params, position, **rest)
     held(found, run_logits(logits, params, position, **options, **rest))
     # Chunks of 512 and eight rows of logits exist, never all rows of all columns.
     assert f"f32[64,{HEAD.chunk}]" in compiled.as_text()
     assert not re.search(rf"(f32|bf16)\[64,({WIDTH}|{LIMITS.vocab_size})\]", compiled.as_text())
+
+
+@jax.jit
+def summary_of_logits(logits, params, position):
+    shaped = js.shape(logits, params, position, limits=LIMITS, features=PROGRAMS["served"])
+    return js.summarize(shaped.logits, PROGRAMS["served"].num_candidates)
 
 
 # The first tokens of a row share lanes here: what lanes must drop would be drawn, so they have to say so.
@@ -93,12 +108,11 @@ def test_rows_whose_lanes_overflow_say_so_and_are_drawn_from_their_logits():
     logits = np.random.default_rng(0).normal(0, 1, (64, WIDTH)).astype(np.float32)
     logits[::2, 3::128] += 9  # eight tokens of one lane of depth 4
     hidden = np.eye(64, dtype=np.float32)
-    options = dict(limits=LIMITS, features=features, head=HEAD)
+    given = params, position
     summary = jax.jit(summarize_head, static_argnames=STATIC[:3])(
-        hidden, logits.T, params, position, **options
+        hidden, logits.T, *given, limits=LIMITS, features=features, head=HEAD
     )
-    expected = js.summarize(js.shape(logits, *jax.tree.map(jnp.asarray, (params, position)),
-                                     limits=LIMITS, features=features).logits, 32)  # fmt: skip
+    expected = summary_of_logits(logits, *jax.tree.map(jnp.asarray, given))
     sure = np.asarray(summary.num_sure)
     assert sure[::2].max() <= 8 and sure[1::2].min() >= 16
     for row in range(64):
@@ -108,7 +122,7 @@ def test_rows_whose_lanes_overflow_say_so_and_are_drawn_from_their_logits():
     np.testing.assert_array_equal(summary.candidates.max, expected.max)
     np.testing.assert_allclose(summary.candidates.sum, expected.sum, rtol=CLOSE)
     held(
-        run(hidden, logits.T, params, position, **options),
+        compiled_of("served")(hidden, logits.T, params, position),
         run_logits(logits, params, position, limits=LIMITS, features=features),
     )
 
@@ -169,11 +183,13 @@ def test_scores_of_clear_rows_need_no_logits(positions):
     generator = np.random.default_rng(4)
     hidden = generator.normal(0, 1, (40, 32)).astype(np.float32)
     weight = generator.normal(0, 0.5, (300, 32)).astype(np.float32)
+    ids = np.where(positions[2] < 300, positions[2], -1)
     head = Head(chunk=128, num_lanes=128)
-    compiled = scored.lower(hidden, weight, positions[2], head=head).compile()
-    found = jax.device_get(compiled(hidden, weight, positions[2]))
+    rows = functools.partial(_score_rows, num_top=0, vocab_size=300, head=head, axes=())
+    found, done = jax.jit(rows)(weight, hidden, ids)
+    assert done.all()
     logits = jax.jit(head_logits, static_argnums=2)(hidden, weight, head)
-    assert_scores(found, scored_logits(logits, positions[2], 0), 0)
+    assert_scores(found, scored_logits(logits, ids, 0), 0)
 
 
 @pytest.mark.large
@@ -277,7 +293,6 @@ def test_there_are_no_gradients_and_that_is_said():
 
 
 STEP_LIMITS = Limits(211, max_length=48, num_logprobs=4)
-STEP_FEATURES = Features(num_candidates=32, num_logprobs=4, logprobs_mode="processed")
 
 
 def hidden_forward(weights, tokens, positions, cache, mask):
@@ -291,23 +306,29 @@ def unembed(weights, hidden):
     return jnp.einsum("bnw,vw->bnv", hidden, weights["embedding"])
 
 
-# A step without logits, of a draft with three proposals and every stage.
+# A step without logits, with proposals and without.
 @pytest.mark.parametrize(
-    "proposer", [js.ngram_proposer(js.chain(3)), pytest.param(None, marks=pytest.mark.large)]
+    ("tier", "proposer"),
+    [
+        ("filtered", js.ngram_proposer(js.chain(2))),
+        pytest.param("full", js.ngram_proposer(js.chain(3)), marks=pytest.mark.large),
+        pytest.param("full", None, marks=pytest.mark.large),
+    ],
 )
-def test_a_step_with_a_head_emits_what_the_step_with_logits_does(proposer):
+def test_a_step_with_a_head_emits_what_the_step_with_logits_does(tier, proposer):
+    features = Features(tier, full_rows=False, num_candidates=32, num_logprobs=4)
     weights = {"embedding": jnp.asarray(np.random.default_rng(1).integers(-3, 4, (224, 16)), jnp.float32)}
     head = Head(weight_of=lambda weights: weights["embedding"], chunk=128, num_lanes=128)
     asked = [
-        dict(seed=1, logprobs=4), dict(temperature=0, logprobs=1), dict(seed=2, top_k=5, top_p=0.8, logprobs=2),
-        dict(seed=3, temperature=0.7, repetition_penalty=1.5, bad_words_ids=[[3, 3], [17]], top_p=0.9),
+        dict(seed=1, logprobs=4), dict(temperature=0, logit_bias={9: 50.0}, logprobs=1), dict(seed=2, top_k=5, top_p=0.8, logprobs=2),
+        dict(seed=3, temperature=0.7, repetition_penalty=1.5, bad_words_ids=[[3, 3], [17]], top_k=30),
     ]  # fmt: skip
     params, stop = js.stack_rows([js.make_params(STEP_LIMITS, max_tokens=12, **one) for one in asked])
     prompts = np.array([[5, 6, 5, 6], [9, 9, 9, 9], [1, 2, 1, 2], [3, 3, 3, 3]], np.int32)
     lengths, slots = np.full(4, 4, np.int32), np.arange(4, dtype=np.int32)
     records = []
     for output in (unembed, head):
-        options = dict(limits=STEP_LIMITS, features=STEP_FEATURES, proposer=proposer)
+        options = dict(limits=STEP_LIMITS, features=features, proposer=proposer)
         step = js.make_decode_step(hidden_forward, output, **options)
         requests = jax.jit(js.admit, static_argnames="limits")(
             js.empty_requests(STEP_LIMITS, 4), slots, params, stop, prompts, lengths, limits=STEP_LIMITS
@@ -321,8 +342,9 @@ def test_a_step_with_a_head_emits_what_the_step_with_logits_does(proposer):
         told = []
         for _ in range(6):
             requests, cache, record = step(both, requests, cache)
-            told.append(js.unpack(record, STEP_FEATURES))
+            told.append(js.unpack(record, features))
         records.append(told)
+    assert proposer is None or sum(step.accepted.sum() for step in records[0])
     for one, other in zip(*records):
         for name in ("tokens", "count", "status", "accepted", "ranks", "top_ids"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
