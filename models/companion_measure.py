@@ -75,7 +75,7 @@ def measure(
 
     Returns:
       "value", of `judge`; "cases", a list of {"way", "at", ...} with the fields of `summary`: "way" is "plain"
-      (of the top_k candidates, as all ways but the next), "unfiltered", "centered_exp", "length_mul",
+      (top_k candidates, as all but the next), "unfiltered", "centered_exp", "length_mul",
       "eq_soft", "eq" or "truncated", and "at" the scale or the target; "shown", replies to the first prompts
       as token ids.
 
