@@ -74,7 +74,7 @@ def measure(
       say: told what is being done.
 
     Returns:
-      "value", of `judge`; "cases", a list of {"way", "at", ...} with the fields of `summary`: "way" is "plain"
+      "value", of `judge`; "cases", a list of {"way", "at", ...} with fields of `summary`; "way" is "plain"
       (top_k candidates, as all but the next), "unfiltered", "centered_exp", "length_mul",
       "eq_soft", "eq" or "truncated", and "at" the scale or the target; "shown", replies to the first prompts
       as token ids.
