@@ -116,7 +116,7 @@ def first_tokens(logits, count: int, prepare: Callable[..., Any] = lambda x: x):
         return of_groups(select_first(maxima, count), sorted_selection)
 
     maxima = jnp.max(prepare(grouped), axis=2)
-    if not _HAS_UNSTABLE or max(num_groups, count * _GROUP) > _MOST_SELECTED:
+    if not _HAS_UNSTABLE or count == 0 or max(num_groups, count * _GROUP) > _MOST_SELECTED:
         return by_sorting(maxima)
     return jax.lax.platform_dependent(maxima, cuda=by_selecting, default=by_sorting)
 
