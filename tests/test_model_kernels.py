@@ -1,5 +1,6 @@
 """The kernels of the models against what XLA computes: interpreted on a CPU, as they are on a GPU."""
 
+import argparse
 import dataclasses
 import functools
 from typing import Any
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 import jaxsample as js
+from models import command_line, joining
 from models.attention import attend
 from models.attention_kernel import attend_new, takes
 from models.decoder import DecoderConfig, decoder_functions
 from models.heads import Heads, Norms, read_heads
+from models.joining import join_projections
 from models.kernels import Kernels, kernels_of
 from models.norm_kernel import add_norm
+from models.presets import PRESETS
 from models.projection_kernel import fits_whole, project_parts, project_whole, splits
 from models.random_weights import random_weights
 from models.rope import inverse_frequencies, rotate, rotation
@@ -294,3 +298,21 @@ def test_what_the_kernels_are_made_for():
     assert not fits_whole(jnp.zeros((17, 1, 256)), jnp.zeros((256, 256)))
     assert (kernels_of() is None) == (not ON_GPU)
     assert kernels_of(mesh=object()) is None
+
+
+def test_models_of_scripts_have_joined_projections_where_kernels_are_used(monkeypatch):
+    config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=1, vocab_size=64)
+    monkeypatch.setattr(command_line, "preset", lambda name: config)
+    options = argparse.Namespace(
+        model=None, random_weights="smollm2-135m", dtype="float32", token_ids=True, mesh=None
+    )
+    plain = command_line.load_model(options)
+    assert plain.config == config or ON_GPU
+    monkeypatch.setattr(joining, "kernels_of", lambda mesh=None: KERNELS if mesh is None else None)
+    joined = command_line.load_model(options)
+    expected, weights = join_projections(config, random_weights(config, 0, jnp.float32))
+    assert joined.config == expected
+    assert expected.joined_projections
+    assert all(map(np.array_equal, jax.tree.leaves(joined.weights), jax.tree.leaves(weights)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    assert command_line.load_model(options, mesh).config == config
