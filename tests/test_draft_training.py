@@ -138,7 +138,8 @@ def test_aims_out_of_range_are_refused(wrong, named):
 
 
 def test_a_head_learns_what_its_base_says(base):
-    config, head = first_head(BASE, base, 1, seed=0)
+    config = head_config(BASE)
+    head = fill_randomly(head_shapes(config), 5, jnp.float32)
     frozen = frozen_weights(base, np.arange(1, 24, dtype=np.int32), jnp.float32)
     optimizer = make_optimizer(1e-2, 5, 120)
     step = make_draft_step(BASE, config, optimizer, Aims(2, 0.8, 0.1), jnp.float32)
