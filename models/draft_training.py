@@ -31,6 +31,7 @@ from models.random_weights import fill_randomly
 from models.value_training import TrainState, attend_causally
 
 _LARGEST_NORM = 1.0  # of a gradient
+_DAMPING = 0.1
 _LOGITS_BYTES = 2**28  # of one array of logits, at most: positions are taken in chunks
 
 
@@ -60,7 +61,9 @@ class Aims:
 def first_head(
     base: DecoderConfig, weights: Weights, num_layers: int, seed: int
 ) -> tuple[DecoderConfig, Weights]:
-    """A head to begin with: the base's last layers and final norm, and a new projection in front.
+    """A head to begin with: the base's last layers, damped, and final norm, and a new projection in front.
+
+    Damped, since the projection's outputs are much smaller than what those layers add to in the base.
 
     Args:
       base, weights: the decoder, with separate projections.
@@ -78,11 +81,16 @@ def first_head(
     config = head_config(base, num_layers)
     head = fill_randomly(head_shapes(config), seed, jnp.float32)
     last = range(base.num_layers - num_layers, base.num_layers)
-    head["layers"] = {place: weights["layers"][index] for place, index in enumerate(last)}
+    head["layers"] = {place: _damped(weights["layers"][index]) for place, index in enumerate(last)}
     head["norm"] = weights["norm"]
     eye = jnp.eye(config.width)
     head["join"]["weight"] = 0.5 * (jnp.concatenate([eye, eye], axis=1) + 0.2 * head["join"]["weight"])
     return config, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), head)
+
+
+def _damped(layer: Weights) -> Weights:
+    damp = lambda part, name: {**part, name: jax.tree.map(lambda leaf: _DAMPING * leaf, part[name])}
+    return {**layer, "attention": damp(layer["attention"], "output"), "mlp": damp(layer["mlp"], "down")}
 
 
 def frozen_weights(base: Weights, ids: np.ndarray | None, dtype: Any) -> Weights:

@@ -258,7 +258,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     how = parser.add_argument_group("optimisation")
     how.add_argument("--batch-size", type=positive(int), default=32, help="rollouts, default %(default)s")
-    how.add_argument("--learning-rate", type=positive(float), default=5e-4, help="default %(default)s")
+    how.add_argument("--learning-rate", type=positive(float), default=1e-3, help="default %(default)s")
     how.add_argument("--warmup", type=int, help=f"steps, default {_WARMUP}, or a tenth of all")
     how.add_argument("--weight-decay", type=float, default=0.0, help="default %(default)s")
     how.add_argument("--epochs", type=positive(int), default=_EPOCHS, help="default %(default)s")

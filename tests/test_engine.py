@@ -523,7 +523,9 @@ def test_a_drafters_cache_lies_in_the_same_pages(drafter):
     # The drafter is the model itself, or foretells its hidden states: only what lies behind a request's end is rejected, through preemption
     # and copied pages alike.
     num_samples = sum(len(stream.samples) for stream in streams)
-    assert engine.stats.num_drafted - engine.stats.num_accepted <= 2 * num_samples
+    # A head proposes nothing in a first step, which leaves one token to the last.
+    most = 2 if drafter == "model" else 3
+    assert engine.stats.num_drafted - engine.stats.num_accepted <= most * num_samples
     assert engine.stats.num_accepted > 6 * num_samples
     assert engine.stats.num_preempted > 0 and idle(engine)
 
