@@ -47,7 +47,7 @@ def page(value: dict[str, Any] | None, draft: str | None) -> str:
     if value is not None:
         lines += _value_section(value)
     text = "\n".join(lines)
-    return text if draft is None else f"{text}{draft.strip()}\n"
+    return text if draft is None else f"{text}\n{draft.strip()}\n"
 
 
 def _value_section(figures: dict[str, Any]) -> list[str]:
