@@ -27,7 +27,7 @@ from jaxsample.head import Head
 from jaxsample.head_sample import sample_head
 from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.logprobs import Logprobs, of_emitted
-from jaxsample.nodes import node_rows, node_target, take_nodes
+from jaxsample.nodes import node_rows, node_target, plain_rows, take_nodes
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.record import pack
@@ -64,7 +64,7 @@ def make_decode_step(
       mesh, axis, batch_axis: logits are split over the vocabulary along `axis`, rows beforehand along
         batch_axis, see `sharding.map_rows`: each device judges its own rows, and all devices get the verdict.
       draw: `sample_by_exchange` draws from split logits as they are, with less traffic and the same tokens,
-        in plain decoding with features that it serves. None: rows become whole to be judged.
+        for verify_match with features that it serves. None: rows become whole to be judged.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
@@ -295,12 +295,19 @@ def step_parts(
             raise ValueError("draw is given, and with it neither masks nor arguments of transforms")
         options = dict(limits=limits, features=features, mesh=mesh, axis=axis, batch_axis=batch_axis)
         with jax.named_scope("sample"):
-            sampled = draw(logits[:, 0], requests.params, requests.length + 1, **options)
-            verdict = accept_matching(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
+            params, position = plain_rows(requests.params, requests.length + 1, tree)
+            sampled = draw(logits.reshape(-1, logits.shape[-1]), params, position, **options)
+        return judge_sampled(sampled, requests, draft), ()
+
+    def judge_sampled(sampled: Sampled, requests: Requests, draft):
+        """The same of tokens drawn at every node."""
+        with jax.named_scope("sample"):
+            by_node = lambda array: array.reshape(draft.tokens.shape)
+            verdict = accept_matching(by_node(sampled.tokens), by_node(sampled.valid), draft, tree)
         with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-        row = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)[:, None]
-        return (verdict, status, of_emitted(sampled.logprobs, verdict.tokens, row)), ()
+        first = jnp.arange(verdict.path.shape[0], dtype=jnp.int32)[:, None] * tree.num_nodes
+        return verdict, status, of_emitted(sampled.logprobs, verdict.tokens, first + verdict.path)
 
     def judge_hidden(weights, hidden, requests: Requests, draft, allowed, transform_args):
         """The same from hidden states, of all rows."""
@@ -314,12 +321,7 @@ def step_parts(
             sampled = sample_head(
                 hidden, weights, params, position, **shaping, **options, batch_axis=batch_axis
             )
-            by_node = lambda array: array.reshape(draft.tokens.shape)
-            verdict = accept_matching(by_node(sampled.tokens), by_node(sampled.valid), draft, tree)
-        with jax.named_scope("finish"):
-            verdict, status = finish(requests, verdict, limits=limits)
-        first = jnp.arange(verdict.path.shape[0], dtype=jnp.int32)[:, None] * tree.num_nodes
-        return verdict, status, of_emitted(sampled.logprobs, verdict.tokens, first + verdict.path)
+        return judge_sampled(sampled, requests, draft)
 
     if isinstance(unembed, Head) and (verify is not verify_match or draw is not None or features.transforms):
         raise ValueError(
@@ -328,10 +330,10 @@ def step_parts(
         )
     if draw is None:
         judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
-    elif proposer is not None or axis is None or features.shapes:
+    elif verify is not verify_match or axis is None or features.shapes:
         raise ValueError(
-            f"draw is given with proposer {proposer}, axis {axis!r} and tier {features.tier!r}; it serves no "
-            "proposer, needs an axis, and tier 'plain' or 'filtered'"
+            f"draw is given with verify {getattr(verify, '__name__', verify)}, axis {axis!r} and tier "
+            f"{features.tier!r}; it serves verify_match, needs an axis, and tier 'plain' or 'filtered'"
         )
     else:
         judge_rows = judge_draw

@@ -111,6 +111,12 @@ def node_rows(
     return params, position, dict(stop=stop, history=histories, allowed=allowed)
 
 
+def plain_rows(params: SamplingParams, position, tree: Tree) -> tuple[SamplingParams, Any]:
+    """(params, position i32[B * N]) of all nodes' rows, where nothing looks at what came before."""
+    position = position[:, None] + jnp.asarray(tree.depth)[None, :]
+    return repeat_rows(params, tree.num_nodes), position.reshape(-1)
+
+
 def take_nodes(target: Target, node, num_nodes: int) -> Target:
     """The target's rows at given nodes: B * M rows for i32[B, M] node."""
     row = (jnp.arange(node.shape[0], dtype=jnp.int32)[:, None] * num_nodes + node).reshape(-1)
