@@ -4,15 +4,20 @@ All is told in figures for JSON. Knows nothing of files or of text.
 """
 
 import dataclasses
+import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxsample.requests import RUNNING
 from models.decoder import DecoderConfig, Weights
-from models.draft_head import DraftHead, join_base
+from models.draft_head import DraftHead, join_base, narrow_logits
+from models.draft_training import hidden_states
 from models.generation import Request, generate
 from models.speculation import Speculation
 
@@ -63,10 +68,11 @@ def measure_drafts(
 
     Returns:
       "facts", and "cases", a list with for each drafter, verifier (None: plain), temperature and number of
-      rows: "tokens"; "steps", summed over replies; "tokens_a_step"; "tokens_a_second", of batches behind the
-      first, from their first step's record to their last; "same", the replies equal to those of plain
-      decoding with the same seeds, token for token, of "replies". By contract all are at temperature 0, under
-      `match` at any, but for logits that round otherwise in a wider step.
+      rows: "tokens"; "steps", summed over replies; "tokens_a_step"; "tokens_a_second", from a batch's first
+      record to its last, the median of the batches behind the first; "same", the replies equal to those of
+      plain decoding with the same seeds, token for token, of "replies". By contract all are at temperature
+      0, under `match` at any, but for logits that round otherwise in a wider step: "gap", at temperature 0,
+      is the largest difference of logits (`logit_gaps`) of two tokens at which replies part, 0 where none do.
 
     Raises:
       ValueError: too few prompts, or what `generate` refuses.
@@ -92,6 +98,9 @@ def measure_drafts(
                 figures = run.figures(speculation)
                 expected = texts.setdefault((temperature, rows), run.texts)
                 same = sum(ours == theirs for ours, theirs in zip(run.texts, expected, strict=True))
+                if temperature == 0:
+                    gaps = logit_gaps(config, weights, prompts[:number], expected, run.texts)
+                    figures["gap"] = max(gaps, default=0.0)
                 case = {"drafter": drafter, "verify": verify, "temperature": temperature, "rows": rows}
                 cases.append({**case, **figures, "same": same, "replies": number})
                 say(
@@ -103,6 +112,48 @@ def measure_drafts(
     facts |= {"platform": jax.default_backend(), "jax": jax.__version__}
     facts["dtype"] = str(weights["embedding"]["weight"].dtype)
     return {"facts": facts, "cases": cases}
+
+
+def logit_gaps(
+    config: DecoderConfig,
+    weights: Weights,
+    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    others: Sequence[list[int]],
+) -> list[float]:
+    """How far apart the model holds two tokens at which replies to a prompt part: of each pair that does.
+
+    The logits are those of one pass over prompt and reply. Where one reply begins the other, none is told.
+
+    Args:
+      config, weights: the model.
+      prompts, texts, others: token ids.
+    """
+    parted = []
+    for prompt, text, other in zip(prompts, texts, others, strict=True):
+        places = [place for place, (one, two) in enumerate(zip(text, other)) if one != two]
+        if places:
+            parted.append((prompt + text[: places[0]], text[places[0]], other[places[0]]))
+    if not parted:
+        return []
+    width = -(-max(len(tokens) for tokens, _, _ in parted) // _SLOTS) * _SLOTS
+    hidden_of, head = _last_hidden(config), weights.get("head", weights["embedding"])["weight"]
+    gaps = []
+    for tokens, one, two in parted:
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(tokens)] = tokens
+        hidden = hidden_of(weights, padded, np.int32(len(tokens) - 1))
+        logits = np.asarray(narrow_logits(config, head[jnp.asarray([one, two])], hidden)[0, 0], np.float64)
+        gaps.append(float(abs(logits[0] - logits[1])))
+    return gaps
+
+
+@functools.cache
+def _last_hidden(config: DecoderConfig):
+    hidden_of = hidden_states(config)
+    return jax.jit(
+        lambda weights, tokens, at: jax.lax.dynamic_slice_in_dim(hidden_of(weights, tokens), at, 1, 1)
+    )
 
 
 class _Run:
@@ -133,21 +184,20 @@ class _Run:
             speculation=speculation,
         )
         tokens, steps = sum(map(len, self.texts)), len(self._heard)
-        seconds, timed = 0.0, 0
+        rates = []
         for batch in range(1, -(-len(self._requests) // self._rows)):
             heard = [(when, count) for request, when, count in self._heard if request // self._rows == batch]
             first = min(when for when, _ in heard)
             # Records of one step are heard within a moment; the clock starts when the first step is read.
             begun = {request for request, _, _ in self._heard if request // self._rows == batch}
             later = heard[len(begun) :]
-            seconds += max(when for when, _ in heard) - first
-            timed += sum(count for _, count in later)
-        rate = timed / seconds if seconds > 0 else 0.0
+            seconds = max(when for when, _ in heard) - first
+            rates += [sum(count for _, count in later) / seconds] if later else []
         return {
             "tokens": tokens,
             "steps": steps,
             "tokens_a_step": tokens / max(steps, 1),
-            "tokens_a_second": rate,
+            "tokens_a_second": statistics.median(rates) if rates else 0.0,
         }
 
     def _hear(self, request: int, sample: int, token_ids: list[int], status: int) -> None:

@@ -89,10 +89,11 @@ def _losses(record: dict[str, Any]) -> list[str]:
     words = "Token for token those of plain decoding, at temperature 0 and under `match`: "
     words += f"{same} of {replies} replies."
     if same < replies:
-        words += (
-            " The others part where two tokens are about equally likely: a step of more tokens adds up in "
-        )
-        words += f"another order, in {record['facts']['dtype']}."
+        words += f" A step of more tokens adds up in another order, in {record['facts']['dtype']}."
+    gaps = [case["gap"] for case in cases if case["same"] < case["replies"] and "gap" in case]
+    if gaps:
+        words += " At temperature 0 the logits of the two tokens at which replies part are at most "
+        words += f"{max(gaps):.3g} apart."
     return _filled(words)
 
 

@@ -139,6 +139,7 @@ def compile_programs(
     step = make_decode_step(forward, unembed, limits=limits, features=features, **judged, **sampled)
     observe = None if drafting is None else drafting.observe
     given, seeds = (weights, cache), []
+    prefill: Any
     if num_scored < 0 and observe is None:
         prefill, extra = make_prefill(forward, limits), 0
     else:

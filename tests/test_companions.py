@@ -278,7 +278,7 @@ def test_a_page_is_made_of_records_alone_and_the_one_kept_is_that_of_the_records
             shutil.copy(shipped / name, tmp_path / name)
     if DRAFT_HEAD.is_dir():
         shutil.copytree(DRAFT_HEAD, tmp_path / "head")
-        (tmp_path / "head" / "README.md").unlink()
+        (tmp_path / "head" / "README.md").unlink(missing_ok=True)
     assert report_companions.main([*options, "--head", str(tmp_path / "head")]) == 0
     kept = (report_companions.ROOT / "docs" / "results.md").read_text()
     assert (tmp_path / "results.md").read_text() == kept

@@ -308,6 +308,15 @@ def test_a_head_trained_in_two_goes_drafts_the_text_of_plain_decoding(checkpoint
     assert stats["drafted"] == 2 * stats["windows"] and stats["accepted"] > 0 and texts[1]["prompt_logprobs"]
 
 
+def test_where_replies_part_the_gap_is_that_of_the_models_logits(base):
+    prompts, texts = [[3, 4], [5], [6, 7]], [[8, 9, 10], [2, 1], [4]]
+    others = [[8, 11, 10], [2, 1, 7], [4]]  # of the second one goes on
+    found = draft_measure.logit_gaps(BASE, base, prompts, texts, others)
+    hidden = hidden_states(BASE)(base, jnp.asarray([[3, 4, 8]]))[0, -1]
+    logits = np.asarray(base["embedding"]["weight"] @ hidden)
+    assert found == [pytest.approx(abs(logits[9] - logits[11]), rel=1e-4)]
+
+
 @pytest.mark.large
 def test_drafts_are_measured_and_told_of(saved, base, monkeypatch):
     """Under `match` all replies are those of plain decoding; tokens and steps add up; the page has the numbers."""
