@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsample.draft import ROOT, Draft, Tree, chain
 from jaxsample.head import Head
 from jaxsample.head_sample import sample_head
 from jaxsample.kvcache import Cache, attention_mask, commit
-from jaxsample.logprobs import Logprobs, of_emitted
-from jaxsample.nodes import node_rows, node_target, plain_rows, take_nodes
+from jaxsample.logprobs import of_emitted
+from jaxsample.nodes import logprobs_of_path, node_rows, node_target, plain_rows
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
 from jaxsample.sample import Sampled
 from jaxsample.sharding import Axis, axis_size, keep_layout, map_rows, pad_columns
-from jaxsample.target import Target, logprobs_of
+from jaxsample.target import Target
 from jaxsample.verify import Verdict, accept_matching, verify_match
 
 
@@ -297,6 +298,9 @@ def step_parts(
         with jax.named_scope("sample"):
             params, position = plain_rows(requests.params, requests.length + 1, tree)
             sampled = draw(logits.reshape(-1, logits.shape[-1]), params, position, **options)
+            if join_axis:  # else a compiler may split histories like the tokens, and join them again
+                whole = NamedSharding(mesh, PartitionSpec())
+                sampled = jax.lax.with_sharding_constraint(sampled, whole)
         return judge_sampled(sampled, requests, draft), ()
 
     def judge_sampled(sampled: Sampled, requests: Requests, draft):
@@ -355,7 +359,7 @@ def judge_target(target: Target, requests: Requests, draft: Draft, tree: Tree, v
         verdict = verify(target, draft, tree)
     with jax.named_scope("finish"):
         verdict, status = finish(requests, verdict, limits=limits)
-        return verdict, status, _emitted_logprobs(target, verdict, tree)
+        return verdict, status, logprobs_of_path(target, verdict.path, verdict.tokens, tree)
 
 
 def take_verdict(proposer: Proposer | None, weights, requests: Requests, cache, drafted, ahead, judged):
@@ -389,13 +393,3 @@ def check_slots(cache: Cache, limits: Limits):
         raise ValueError(
             f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
         )
-
-
-def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:
-    """Logprobs of the emitted tokens, each from the row of the node it follows: [B, M] in place of [B]."""
-    if target.features.num_logprobs < 0:
-        return None
-    if tree.num_nodes > 1:
-        target = take_nodes(target, verdict.path, tree.num_nodes)
-    logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
-    return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)

@@ -23,6 +23,7 @@ from jaxsample.guided import Scorer, guided_parts
 from jaxsample.paged import PagedKVCache
 from jaxsample.params import Limits
 from jaxsample.propose import Proposer
+from jaxsample.sample import Sampled
 from jaxsample.sharding import Axis, axis_names, axis_size
 from jaxsample.staging import pack_rows
 
@@ -44,6 +45,7 @@ def lower_programs(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
+    draw: Callable[..., Sampled] | None = None,
 ) -> dict[Name, Callable[[], Any]]:
     """Name -> function that lowers the program. All programs that return the state take it donated.
 
@@ -72,7 +74,11 @@ def lower_programs(
         forward = _spread_rows(forward, mesh, batch_axis)
         draft_forward = None if draft_forward is None else _spread_rows(draft_forward, mesh, batch_axis)
     placed = (mesh, axis, batch_axis, batch_axis)  # all devices get the verdict of all rows
-    parts = [step_parts(forward, unembed, limits, x, proposer, verify, *placed) for x in buckets.features]
+    draws = [None if x.shapes or x.full_rows else draw for x in buckets.features]
+    parts = [
+        step_parts(forward, unembed, limits, x, proposer, verify, *placed, own)
+        for x, own in zip(buckets.features, draws)
+    ]
     if mesh is not None:
         parts = [_with_whole_state(part, mesh) for part in parts]
     guided = all_weights = None
