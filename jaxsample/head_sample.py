@@ -24,9 +24,9 @@ from jaxsample.sample import Sampled, sample
 from jaxsample.sharding import Axis, axis_names, axis_size, check_rows, over_mesh
 from jaxsample.truncation import cut_candidates, effective_top_k, is_filtered, is_greedy, is_kept
 
-# A crossing this close to top_p is left to the row's logits: within it a sum by lanes, which may be 2^-17
-# off, could cut elsewhere than a sum by tiles.
-_MARGIN = np.float32(2.0**-16)
+# A crossing so close to top_p is left to the row's logits: a sum by lanes, whose roundings grow with the
+# number of chunks, could cut elsewhere there than a sum by tiles.
+_MARGIN, _MARGIN_OF_CHUNK = 2.0**-16, 2.0**-22
 
 
 def sample_head(
@@ -149,7 +149,9 @@ def _sample(weight, hidden, params, position, stop, history, allowed, *, limits,
     summary = summarize_head(
         hidden, weight, params, position, **given, **options, head=head, axes=axes, sums=False
     )
-    sampled, done = _draw(summary, params, position, **options)
+    num_chunks = -(-weight.shape[0] // head.chunk)
+    margin = np.float32(_MARGIN + num_chunks * _MARGIN_OF_CHUNK)
+    sampled, done = _draw(summary, params, position, margin, **options)
 
     def from_logits(logits, params, position, stop, history, allowed):
         return sample(logits, params, position, stop=stop, history=history, allowed=allowed, **options)
@@ -157,13 +159,15 @@ def _sample(weight, hidden, params, position, stop, history, allowed, *, limits,
     return complete(sampled, done, rows, from_logits, weight, head, axes, head.num_recomputed)
 
 
-def _draw(summary: HeadSummary, params: SamplingParams, position, *, limits: Limits, features: Features):
+def _draw(
+    summary: HeadSummary, params: SamplingParams, position, margin, *, limits: Limits, features: Features
+):
     """(Sampled, bool[B]: rows whose result is that of their logits)."""
     vocab_size, valid = limits.vocab_size, summary.valid
-    greedy, filtered = is_greedy(params), is_filtered(params, vocab_size)
+    filtered = is_filtered(params, vocab_size)
     processed = features.num_logprobs >= 0 and features.logprobs_mode == "processed"
     if features.filters or processed:
-        tokens, cut, done = _draw_filtered(summary, params, position, filtered, greedy, vocab_size, features)
+        tokens, cut, done = _draw_filtered(summary, params, position, filtered, margin, vocab_size, features)
         if summary.winner is not None:
             tokens = jnp.where(filtered, tokens, summary.winner)
             done &= filtered | summary.winner_sure
@@ -181,8 +185,9 @@ def _draw(summary: HeadSummary, params: SamplingParams, position, *, limits: Lim
     )
 
 
-def _draw_filtered(summary, params, position, filtered, greedy, vocab_size, features):
+def _draw_filtered(summary, params, position, filtered, margin, vocab_size, features):
     """Tokens drawn among candidates i32[B], the cut, and which rows that serves bool[B]."""
+    greedy = is_greedy(params)
     candidates, order = summary.candidates, features.filter_order
     count = candidates.values.shape[1]
     top_k = jnp.where(greedy, 1, params.top_k)
@@ -193,7 +198,7 @@ def _draw_filtered(summary, params, position, filtered, greedy, vocab_size, feat
         params.min_p,
         vocab_size=vocab_size,
         filter_order=order,
-        margin=_MARGIN,
+        margin=margin,
     )
     num_top_k = effective_top_k(top_k, vocab_size)
     # A top_k bounds what a row looks at, but for "joint", where top_p is measured on more.

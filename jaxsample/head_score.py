@@ -57,7 +57,7 @@ def score_head(
 
     Returns:
       Logprobs, as `score` of the logits: ranks and top ids equal, given equal logits; log-probabilities
-      within 2^-17.
+      as near as `summarize_head`'s sums.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit; differentiation.

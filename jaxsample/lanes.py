@@ -111,10 +111,8 @@ def add_columns(lanes: Lanes, z, first, temperatures: Sequence[Any] = ()) -> Lan
     sums = []
     for total, temperature in zip(lanes.sums, temperatures, strict=True):
         weight = lambda x, t=temperature: _weight(x - highest, t)
-        total = total * weight(before)
-        for at in range(0, z.shape[1], num_lanes):
-            total = total + weight(part(z, at))
-        sums.append(total)
+        added = [weight(part(z, at)) for at in range(0, z.shape[1], num_lanes)]
+        sums.append(total * weight(before) + _tree_sum(added))
     return Lanes(values, ids, _apart_on_cpu(tuple(sums)))
 
 
@@ -277,6 +275,14 @@ def _insert(kept, new):
         return tuple(moved)
 
     return tuple(put(old, added) for old, added in zip(kept, new))
+
+
+def _tree_sum(terms):
+    """By neighbours, so that roundings grow with the logarithm of their number."""
+    while len(terms) > 1:
+        pairs = [one + other for one, other in zip(terms[::2], terms[1::2])]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
 
 
 def _weight(difference, temperature):
