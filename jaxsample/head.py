@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jaxsample.params import TILE
 
+SHARD_UNIT = 4  # tokens of one call of the noise generator, which a device has all of
+
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -121,8 +123,8 @@ def check_head(hidden, weight, vocab_size: int, num_shards: int = 1) -> None:
     num_ids = weight.shape[0] * num_shards
     if num_ids < vocab_size:
         raise ValueError(f"the head has {num_ids} rows, expected at least the vocabulary's {vocab_size}")
-    if num_shards > 1 and weight.shape[0] % TILE:
-        raise ValueError(f"the head has {weight.shape[0]} rows a device, expected a multiple of {TILE}")
+    if num_shards > 1 and weight.shape[0] % SHARD_UNIT:
+        raise ValueError(f"the head has {weight.shape[0]} rows a device, expected a multiple of {SHARD_UNIT}")
 
 
 def filled(x, unit: int):

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 
 from jaxsample import rng
 from jaxsample.draw import draw_candidates
-from jaxsample.head import Head, check_head, head_logits, without_gradient
+from jaxsample.head import SHARD_UNIT, Head, check_head, head_logits, without_gradient
 from jaxsample.head_summary import HeadSummary, summarize_head
 from jaxsample.history import History
 from jaxsample.logprobs import Logprobs, limit_top
-from jaxsample.params import MAX_SERVED_TOP_K, PAD, TILE, Features, Limits, SamplingParams, StopRule
+from jaxsample.params import MAX_SERVED_TOP_K, PAD, Features, Limits, SamplingParams, StopRule
 from jaxsample.sample import Sampled, sample
 from jaxsample.sharding import Axis, axis_names, axis_size, check_rows, over_mesh
 from jaxsample.truncation import cut_candidates, effective_top_k, is_filtered, is_greedy, is_kept
@@ -47,9 +47,8 @@ def sample_head(
 ) -> Sampled:
     """Draw one token for each row from its hidden state; no array as large as the logits exists.
 
-    A plain function: call it inside your own jit, with limits, features, head, mesh and axes static. It
-      holds a
-    loop over the rows whose summaries do not suffice, most often none.
+    A plain function: call it inside your own jit, with limits, features, head, mesh and axes static. It holds
+    a loop over the rows whose summaries do not suffice, most often none.
 
     Args:
       hidden: float [B, W], the states that the LM head takes.
@@ -57,7 +56,7 @@ def sample_head(
       params, position, stop, history, allowed: as in `sample`.
       limits, features: as in `sample`; features without transforms.
       head: Head.
-      mesh, axis, batch_axis: the head's rows are split over `axis` of the mesh, Vp a multiple of 128 P, and
+      mesh, axis, batch_axis: the head's rows are split over `axis` of the mesh, Vp a multiple of 4 P, and
         the rows of everything else beforehand along batch_axis. With an axis and no mesh the call stands in a
         shard_map of the caller's, and weight is the device's own [Vp / P, W].
 
@@ -98,10 +97,10 @@ def over_head(
         raise ValueError("axis is None, expected the axes of the mesh that the head's rows are split over")
     num_shards, batch_axes = axis_size(mesh, axes), axis_names(batch_axis)
     check_head(rows[0], weight, vocab_size)
-    if weight.shape[0] % (TILE * num_shards):
+    if weight.shape[0] % (SHARD_UNIT * num_shards):
         raise ValueError(
-            f"the head has {weight.shape[0]} rows, expected a multiple of {TILE} on each of {num_shards} "
-            "devices: pad it with zeros"
+            f"the head has {weight.shape[0]} rows, expected a multiple of {SHARD_UNIT} on each of "
+            f"{num_shards} devices: pad it with zeros"
         )
     check_rows(mesh, rows[0].shape[0], batch_axes)
     by_row = PartitionSpec(batch_axes)
