@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxsample as js
+from jaxsample import rng
 from jaxsample.head import Head, head_logits
 from jaxsample.head_sample import sample_head
 from jaxsample.head_score import _score_rows, score_head
@@ -20,6 +21,7 @@ from jaxsample.params import Features, Limits, neutral_params
 from jaxsample.sample import sample
 from models.decoder import DecoderConfig, decoder_functions, decoder_head, weight_shapes
 from models.lookup import init_lookup_cache, lookup_forward
+from tests import batches
 from tests.meshes import mesh_of
 from tests.test_sharded_sample import LIMITS, PROGRAMS, WIDTH, arguments
 
@@ -125,6 +127,27 @@ def test_rows_whose_lanes_overflow_say_so_and_are_drawn_from_their_logits():
         compiled_of("served")(hidden, logits.T, params, position),
         run_logits(logits, params, position, limits=LIMITS, features=features),
     )
+
+
+# Two tokens of one noise lane whose scores agree but for roundings: which is larger is not the lane's to say.
+def test_winners_that_roundings_could_change_are_not_sure():
+    temperature, features = np.float32(0.7), PROGRAMS["plain"]
+    params, _ = batches.params_of(LIMITS, [dict(seed=row, temperature=0.7) for row in range(64)])
+    position = np.arange(64, dtype=np.int32)
+    noise = np.asarray(rng.gumbel_range(jnp.asarray(params.seed), position, rng.TARGET, WIDTH))
+    logits = np.full((64, WIDTH), -30, np.float32)
+    logits[:, 5] = 10
+    logits[:, 5 + 128] = 10 + temperature * (noise[:, 5] - noise[:, 5 + 128])
+    logits[::4, 5 + 128] = 8  # a clear row among four
+    hidden = np.eye(64, dtype=np.float32)
+    given = hidden, logits.T, params, position
+    options = dict(limits=LIMITS, features=features)
+    summary = jax.jit(summarize_head, static_argnames=STATIC[:3])(*given, **options, head=HEAD)
+    sure = np.asarray(summary.winner_sure)
+    clear = np.abs(noise[:, 5] + 10 / 0.7 - noise[:, 133] - logits[:, 133] / 0.7) > 1e-3
+    np.testing.assert_array_equal(sure, clear)
+    assert not sure[1] and sure.sum() >= 8
+    held(compiled_of("plain")(*given), run_logits(logits, params, position, **options))
 
 
 @pytest.mark.parametrize(
