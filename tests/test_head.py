@@ -335,7 +335,8 @@ def unembed(weights, hidden):
 @pytest.mark.parametrize(
     ("tier", "proposer"),
     [
-        ("filtered", js.ngram_proposer(js.chain(2))),
+        ("plain", js.ngram_proposer(js.chain(2))),
+        pytest.param("filtered", js.ngram_proposer(js.chain(2)), marks=pytest.mark.large),
         pytest.param("full", js.ngram_proposer(js.chain(3)), marks=pytest.mark.large),
         pytest.param("full", None, marks=pytest.mark.large),
     ],
@@ -351,16 +352,16 @@ def test_a_step_with_a_head_emits_what_the_step_with_logits_does(tier, proposer)
     params, stop = js.stack_rows([js.make_params(STEP_LIMITS, max_tokens=12, **one) for one in asked])
     prompts = np.array([[5, 6, 5, 6], [9, 9, 9, 9], [1, 2, 1, 2], [3, 3, 3, 3]], np.int32)
     lengths, slots = np.full(4, 4, np.int32), np.arange(4, dtype=np.int32)
+    admit = jax.jit(js.admit, static_argnames="limits")
+    prefill = js.make_prefill(hidden_forward, STEP_LIMITS)
     records = []
     for output in (unembed, head):
         options = dict(limits=STEP_LIMITS, features=features, proposer=proposer)
         step = js.make_decode_step(hidden_forward, output, **options)
-        requests = jax.jit(js.admit, static_argnames="limits")(
+        requests = admit(
             js.empty_requests(STEP_LIMITS, 4), slots, params, stop, prompts, lengths, limits=STEP_LIMITS
         )
-        cache = js.make_prefill(hidden_forward, STEP_LIMITS)(
-            weights, init_lookup_cache(4, 48), prompts, np.zeros(4, np.int32), lengths - 1
-        )
+        cache = prefill(weights, init_lookup_cache(4, 48), prompts, np.zeros(4, np.int32), lengths - 1)
         both = weights
         if proposer is not None:
             both, cache = (weights, ()), (cache, ())
