@@ -1,11 +1,10 @@
 """Summaries of rows whose columns come in chunks: what each lane of the vocabulary has seen so far.
 
 With L lanes, token i belongs to lane i mod L. A lane keeps its first tokens of the order (value descending,
-id ascending), sums of exponentials relative to the first of them, and the best noisy score with the
-runner-up's. To
-add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as the vocabulary. What a lane
-had to drop comes behind what it keeps, and that tells how many tokens of the merged order are certain. Knows
-nothing about where logits come from.
+id ascending), sums of exponentials relative to the first of them, and the best noisy score with the runner-
+up's. To add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as the vocabulary.
+What a lane had to drop comes behind what it keeps, and that tells how many tokens of the merged order are
+certain. Knows nothing about where logits come from.
 """
 
 import dataclasses
@@ -209,6 +208,7 @@ def sort_tokens(values, ids, count: int):
     """The first `count` of tokens f32[B, n], i32[B, n] in order, -inf behind where there are fewer."""
     values, ids = jax.lax.sort((-values, ids), dimension=1, num_keys=2)
     values, ids = jnp.where(values == 0, 0, -values)[:, :count], ids[:, :count]
+    ids = jnp.where(values > -jnp.inf, ids, 0)  # of what cannot be drawn a lane knows no id
     missing = ((0, 0), (0, count - values.shape[1]))
     return jnp.pad(values, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
 
