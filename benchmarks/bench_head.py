@@ -196,7 +196,13 @@ def _heads(mix: str, options) -> list[js.Head]:
     """The portions to try; only rows without filters need the noise of every token."""
     unfiltered = mix == "plain"
     return [
-        js.Head(chunk=chunk, num_lanes=lanes, depth=depth, unfiltered=unfiltered)
+        js.Head(
+            chunk=chunk,
+            num_lanes=lanes,
+            depth=depth,
+            unfiltered=unfiltered,
+            num_recomputed=options.recomputed,
+        )
         for chunk in options.chunk
         for lanes in options.lanes
         for depth in options.depth
@@ -273,6 +279,7 @@ def _options(arguments):
     parser.add_argument("--depth", type=int, nargs="+", default=[4], help="tokens a lane keeps")
     parser.add_argument("--candidates", type=int, default=64, help="candidates a row, at least its top_k")
     parser.add_argument("--rows-at-once", type=int, default=1024, help="positions at a time")
+    parser.add_argument("--recomputed", type=int, help="rows computed whole at a time (default: Head's)")
     parser.add_argument("--rare", type=int, default=64, help="one position in so many has a random token")
     parser.add_argument(
         "--largest-logits", type=float, default=20, help="GB of logits that a baseline may have"

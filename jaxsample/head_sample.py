@@ -27,6 +27,7 @@ from jaxsample.truncation import cut_candidates, effective_top_k, is_filtered, i
 # A crossing so close to top_p is left to the row's logits: a sum by lanes, whose roundings grow with the
 # number of chunks, could cut elsewhere there than a sum by tiles.
 _MARGIN, _MARGIN_OF_CHUNK = 2.0**-16, 2.0**-22
+_AT_ONCE = 8  # rows computed whole, where many may be
 
 
 def sample_head(
@@ -155,7 +156,8 @@ def _sample(weight, hidden, params, position, stop, history, allowed, *, limits,
     def from_logits(logits, params, position, stop, history, allowed):
         return sample(logits, params, position, stop=stop, history=history, allowed=allowed, **options)
 
-    return complete(sampled, done, rows, from_logits, weight, head, axes, head.num_recomputed)
+    at_once = head.num_recomputed or (_AT_ONCE if features.full_rows else max(1, hidden.shape[0] // 64))
+    return complete(sampled, done, rows, from_logits, weight, head, axes, at_once)
 
 
 def _draw(

@@ -1,10 +1,10 @@
 """Summaries of rows whose columns come in chunks: what each lane of the vocabulary has seen so far.
 
-With L lanes, token i belongs to lane i mod L. A lane keeps its first tokens of the order (value descending,
-id ascending), sums of exponentials relative to the first of them, and the best noisy score with the runner-
-up's. To add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as the vocabulary.
-What a lane had to drop comes behind what it keeps, and that tells how many tokens of the merged order are
-certain. Knows nothing about where logits come from.
+With L lanes, token i belongs to lane i mod L. A lane keeps its first tokens of the order (value
+descending, id ascending), sums of exponentials relative to the first of them, and the best noisy score
+with the runner-up's. To add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as
+the vocabulary. What a lane had to drop comes behind what it keeps, and that tells how many tokens of the
+merged order are certain. Knows nothing about where logits come from.
 """
 
 import dataclasses
