@@ -185,7 +185,7 @@ def _pin(tree: Any, mesh: Mesh, *spec: Any) -> Any:
 
 def _between(found, cache, mesh: Mesh, axis: Axis, batch_axis: Axis):
     """How what "look ahead" leaves for "complete" lies on a mesh: logits as split, laws with their rows."""
-    (draft, draft_staged), (hidden, staged, _) = found
+    (draft, draft_staged), (hidden, staged, logits) = found
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)
     num_rows, num_batches = hidden.shape[0], axis_size(mesh, batch_axes)
     kept_rows = num_batches * axis_size(mesh, axes) * -(-num_rows // num_batches // axis_size(mesh, axes))
@@ -198,7 +198,8 @@ def _between(found, cache, mesh: Mesh, axis: Axis, batch_axis: Axis):
     whole = lambda tree: jax.tree.map(lambda _: place(), tree)
     draft = dataclasses.replace(whole(draft), law=jax.tree.map(of_law, draft.law))
     staged = jax.tree.map(lambda leaf: place(None, None, None, *heads[: leaf.ndim - 3]), staged)
-    return (draft, whole(draft_staged)), (by_row, staged, place(batch_axes, None, axes))
+    logits = jax.tree.map(lambda _: place(batch_axes, None, axes), logits)  # a Head leaves none
+    return (draft, whole(draft_staged)), (by_row, staged, logits)
 
 
 def _laid_out(shape, sharding) -> jax.ShapeDtypeStruct:
