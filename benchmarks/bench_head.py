@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench = Bench.of("sample", num_rows, weight, bandwidth, speed, options)
         for mix in options.mixes:
             for head in _heads(mix, options):
-                rows.append(_bench_sample(bench, mix, head))
+                rows.append(_bench_sample(bench, mix, head, options.candidates))
                 _print_row(rows[-1])
                 measure.keep("head", rows, options)
     for num_rows in options.positions:
@@ -106,12 +106,12 @@ class Bench:
         }
 
 
-def _bench_sample(bench: Bench, mix: str, head: js.Head) -> dict:
+def _bench_sample(bench: Bench, mix: str, head: js.Head, candidates: int) -> dict:
     num_rows, vocab_size = bench.hidden[0].shape[0], bench.weight.shape[0]
     limits = js.Limits(vocab_size=vocab_size)
     requests = [{**MIXES[mix], "seed": row} for row in range(num_rows)]
     params, stop = js.stack_rows([js.make_params(limits, **request) for request in requests])
-    features = js.required_features(params, stop, limits=limits)
+    features = js.required_features(params, stop, limits=limits, num_candidates=candidates)
     history = None
     if features.shapes:
         prompts, _ = cases.histories(num_rows, vocab_size, POSITION, 1)
@@ -196,7 +196,13 @@ def _heads(mix: str, options) -> list[js.Head]:
     """The portions to try; only rows without filters need the noise of every token."""
     unfiltered = mix == "plain"
     return [
-        js.Head(chunk=chunk, num_lanes=lanes, depth=depth, unfiltered=unfiltered)
+        js.Head(
+            chunk=chunk,
+            num_lanes=lanes,
+            depth=depth,
+            unfiltered=unfiltered,
+            num_recomputed=options.recomputed,
+        )
         for chunk in options.chunk
         for lanes in options.lanes
         for depth in options.depth
@@ -271,7 +277,9 @@ def _options(arguments):
     parser.add_argument("--chunk", type=int, nargs="+", default=[4096], help="columns at a time")
     parser.add_argument("--lanes", type=int, nargs="+", default=[512], help="lanes, a divisor of chunk")
     parser.add_argument("--depth", type=int, nargs="+", default=[4], help="tokens a lane keeps")
+    parser.add_argument("--candidates", type=int, default=64, help="candidates a row, at least its top_k")
     parser.add_argument("--rows-at-once", type=int, default=1024, help="positions at a time")
+    parser.add_argument("--recomputed", type=int, help="rows computed whole at a time (default: Head's)")
     parser.add_argument("--rare", type=int, default=64, help="one position in so many has a random token")
     parser.add_argument(
         "--largest-logits", type=float, default=20, help="GB of logits that a baseline may have"

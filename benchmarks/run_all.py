@@ -17,6 +17,7 @@ from benchmarks import measure
 
 GPU = {
     "sample": (),
+    "head": (),
     "verify": (),
     "commit": (),
     "decode": (),

@@ -192,9 +192,14 @@ def merge(values, ids, tiles, highest, num_candidates: int) -> Candidates:
       highest: f32[B], the row's maximum.
       num_candidates: C.
     """
+    return Candidates(*first_of_shards(values, ids, num_candidates), highest, sum_tiles(tiles))
+
+
+def first_of_shards(values, ids, count: int):
+    """The first tokens of each row, (f32[B, C], i32[B, C]), from those of its shards, shards in order."""
     # Equal values keep their order, which is that of their ids.
-    values, place = _top_k(values, min(num_candidates, values.shape[1]))
-    return Candidates(values, jnp.take_along_axis(ids, place, axis=1), highest, sum_tiles(tiles))
+    values, place = _top_k(values, min(count, values.shape[1]))
+    return values, jnp.take_along_axis(ids, place, axis=1)
 
 
 def prefix_sum(x):

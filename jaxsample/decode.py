@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsample.draft import ROOT, Draft, Tree, chain
 from jaxsample.head import Head
 from jaxsample.head_sample import sample_head
 from jaxsample.kvcache import Cache, attention_mask, commit
-from jaxsample.logprobs import Logprobs, of_emitted
-from jaxsample.nodes import node_rows, node_target, take_nodes
+from jaxsample.logprobs import of_emitted
+from jaxsample.nodes import logprobs_of_path, node_rows, node_target, plain_rows
 from jaxsample.params import Features, Limits
 from jaxsample.propose import Proposer
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
 from jaxsample.sample import Sampled
 from jaxsample.sharding import Axis, axis_size, keep_layout, map_rows, pad_columns
-from jaxsample.target import Target, logprobs_of
+from jaxsample.target import Target
 from jaxsample.verify import Verdict, accept_matching, verify_match
 
 
@@ -64,7 +65,7 @@ def make_decode_step(
       mesh, axis, batch_axis: logits are split over the vocabulary along `axis`, rows beforehand along
         batch_axis, see `sharding.map_rows`: each device judges its own rows, and all devices get the verdict.
       draw: `sample_by_exchange` draws from split logits as they are, with less traffic and the same tokens,
-        in plain decoding with features that it serves. None: rows become whole to be judged.
+        for verify_match with features that it serves. None: rows become whole to be judged.
 
     Returns:
       step(weights, requests, cache, allowed=None, transform_args=()) -> (requests, cache, record i32[B, R]).
@@ -295,12 +296,22 @@ def step_parts(
             raise ValueError("draw is given, and with it neither masks nor arguments of transforms")
         options = dict(limits=limits, features=features, mesh=mesh, axis=axis, batch_axis=batch_axis)
         with jax.named_scope("sample"):
-            sampled = draw(logits[:, 0], requests.params, requests.length + 1, **options)
-            verdict = accept_matching(sampled.tokens[:, None], sampled.valid[:, None], draft, tree)
+            params, position = plain_rows(requests.params, requests.length + 1, tree)
+            sampled = draw(logits.reshape(-1, logits.shape[-1]), params, position, **options)
+            if join_axis:  # else a compiler may split histories like the tokens, and join them again
+                whole = NamedSharding(mesh, PartitionSpec())
+                sampled = jax.lax.with_sharding_constraint(sampled, whole)
+        return judge_sampled(sampled, requests, draft), ()
+
+    def judge_sampled(sampled: Sampled, requests: Requests, draft):
+        """The same of tokens drawn at every node."""
+        with jax.named_scope("sample"):
+            by_node = lambda array: array.reshape(draft.tokens.shape)
+            verdict = accept_matching(by_node(sampled.tokens), by_node(sampled.valid), draft, tree)
         with jax.named_scope("finish"):
             verdict, status = finish(requests, verdict, limits=limits)
-        row = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)[:, None]
-        return (verdict, status, of_emitted(sampled.logprobs, verdict.tokens, row)), ()
+        first = jnp.arange(verdict.path.shape[0], dtype=jnp.int32)[:, None] * tree.num_nodes
+        return verdict, status, of_emitted(sampled.logprobs, verdict.tokens, first + verdict.path)
 
     def judge_hidden(weights, hidden, requests: Requests, draft, allowed, transform_args):
         """The same from hidden states, of all rows."""
@@ -314,12 +325,7 @@ def step_parts(
             sampled = sample_head(
                 hidden, weights, params, position, **shaping, **options, batch_axis=batch_axis
             )
-            by_node = lambda array: array.reshape(draft.tokens.shape)
-            verdict = accept_matching(by_node(sampled.tokens), by_node(sampled.valid), draft, tree)
-        with jax.named_scope("finish"):
-            verdict, status = finish(requests, verdict, limits=limits)
-        first = jnp.arange(verdict.path.shape[0], dtype=jnp.int32)[:, None] * tree.num_nodes
-        return verdict, status, of_emitted(sampled.logprobs, verdict.tokens, first + verdict.path)
+        return judge_sampled(sampled, requests, draft)
 
     if isinstance(unembed, Head) and (verify is not verify_match or draw is not None or features.transforms):
         raise ValueError(
@@ -328,10 +334,10 @@ def step_parts(
         )
     if draw is None:
         judge_rows = map_rows(judge, mesh, axis, batch_axis, join_axis)
-    elif proposer is not None or axis is None or features.shapes:
+    elif verify is not verify_match or axis is None or features.shapes:
         raise ValueError(
-            f"draw is given with proposer {proposer}, axis {axis!r} and tier {features.tier!r}; it serves no "
-            "proposer, needs an axis, and tier 'plain' or 'filtered'"
+            f"draw is given with verify {getattr(verify, '__name__', verify)}, axis {axis!r} and tier "
+            f"{features.tier!r}; it serves verify_match, needs an axis, and tier 'plain' or 'filtered'"
         )
     else:
         judge_rows = judge_draw
@@ -353,7 +359,7 @@ def judge_target(target: Target, requests: Requests, draft: Draft, tree: Tree, v
         verdict = verify(target, draft, tree)
     with jax.named_scope("finish"):
         verdict, status = finish(requests, verdict, limits=limits)
-        return verdict, status, _emitted_logprobs(target, verdict, tree)
+        return verdict, status, logprobs_of_path(target, verdict.path, verdict.tokens, tree)
 
 
 def take_verdict(proposer: Proposer | None, weights, requests: Requests, cache, drafted, ahead, judged):
@@ -387,13 +393,3 @@ def check_slots(cache: Cache, limits: Limits):
         raise ValueError(
             f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
         )
-
-
-def _emitted_logprobs(target: Target, verdict: Verdict, tree: Tree) -> Logprobs | None:
-    """Logprobs of the emitted tokens, each from the row of the node it follows: [B, M] in place of [B]."""
-    if target.features.num_logprobs < 0:
-        return None
-    if tree.num_nodes > 1:
-        target = take_nodes(target, verdict.path, tree.num_nodes)
-    logprobs = logprobs_of(target, verdict.tokens.reshape(-1))
-    return jax.tree.map(lambda leaf: leaf.reshape(*verdict.tokens.shape, *leaf.shape[1:]), logprobs)

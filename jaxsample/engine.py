@@ -31,6 +31,7 @@ from jaxsample.lowering import lower_programs
 from jaxsample.params import Limits
 from jaxsample.propose import Proposer
 from jaxsample.requests import empty_requests
+from jaxsample.sample import Sampled
 from jaxsample.schedule import Plan, Scheduler
 from jaxsample.seats import Ticket
 from jaxsample.sharding import Axis, auto_mesh, check_rows, on_mesh
@@ -71,6 +72,7 @@ class Engine:
         mesh: Any = None,
         axis: Axis | None = None,
         batch_axis: Axis = (),
+        draw: Callable[..., Sampled] | None = None,
     ):
         """Compile all programs; nothing is compiled later.
 
@@ -94,6 +96,7 @@ class Engine:
           mesh, axis, batch_axis: as in `make_decode_step`; batch_axis must divide buckets.rows. Weights and
             caches given on the mesh stay as they are split there (pages themselves must not be); everything
             else is whole on each of its devices.
+          draw: as in `make_decode_step`, for the steps whose features it serves; others go without.
 
         Raises:
           ValueError: sizes that do not fit together.
@@ -147,6 +150,7 @@ class Engine:
                     mesh=mesh,
                     axis=axis,
                     batch_axis=batch_axis,
+                    draw=draw,
                 )
             )
         self._in_flight: collections.deque[tuple[Plan, Any]] = collections.deque()  # launched, not taken in

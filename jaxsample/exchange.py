@@ -2,9 +2,9 @@
 
 Each device reads its own [B, V / P] once. Of every row it hands the row's owner one winner, the first of
 z + noise, and in programs with filters its C first tokens and the sums of its tiles; the owner merges the
-summaries of P shards into the row's. For logprobs the sums of the raw row travel too, and ranks are counted
-where the columns are. Tokens are those of `sample`, to the bit, and so are logprobs. What a row can tell only
-as a whole is not served: see `sample_by_exchange`. Knows nothing of models or caches.
+summaries of P shards into the row's. For raw logprobs the raw row's sums and first tokens travel too; ranks
+are counted where the columns are. Tokens are those of `sample`, to the bit, and so are logprobs. What a row
+can tell only as a whole is not served: see `sample_by_exchange`. Knows nothing of models or caches.
 """
 
 import functools
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsample import rng
-from jaxsample.candidates import first_tokens, merge, sum_tiles, tidy, tile_sums
+from jaxsample.candidates import first_of_shards, first_tokens, merge, sum_tiles, tidy, tile_sums
 from jaxsample.draw import draw_candidates, first_scored
-from jaxsample.logprobs import Logprobs
+from jaxsample.logprobs import Logprobs, first_processed, limit_top
 from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams
 from jaxsample.sample import Sampled
 from jaxsample.shaping import divide, keeps_scale
@@ -53,8 +53,8 @@ def sample_by_exchange(
       logits: f32, bf16 or f16 [B, Vp], split over `axis`, padded with zeros to whole tiles on every device;
         with no mesh the device's own [B, n], n a multiple of 128, in a shard_map of the caller's.
       params, position, limits: as in `sample`.
-      features: tier "plain" or "filtered", with full_rows False, and of logprobs at most the raw one of the
-        token itself (num_logprobs 0). `required_features` says whether rows allow it.
+      features: tier "plain" or "filtered", with full_rows False. `required_features` says whether rows allow
+        it.
       mesh, axis, batch_axis: as in `sample`.
 
     Returns:
@@ -63,12 +63,10 @@ def sample_by_exchange(
     Raises:
       ValueError: features that need whole rows, or shapes that do not fit the mesh.
     """
-    least_logprobs = 0 if features.logprobs_mode == "raw" else -1
-    if features.shapes or features.full_rows or features.num_logprobs > least_logprobs:
+    if features.shapes or features.full_rows:
         raise ValueError(
-            f"features have tier {features.tier!r}, full_rows {features.full_rows} and num_logprobs "
-            f"{features.num_logprobs} ({features.logprobs_mode}); an exchange serves 'plain' and 'filtered', "
-            f"False and at most {least_logprobs}"
+            f"features have tier {features.tier!r} and full_rows {features.full_rows}; an exchange serves "
+            "'plain' and 'filtered', and False"
         )
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)
     logits, position = jnp.asarray(logits), jnp.asarray(position)
@@ -102,41 +100,55 @@ def _on_shard(logits, params: SamplingParams, position, *, axes, vocab_size: int
     score, winner = first_scored(z, words)
     found = winner[:, None]
     columns = {"score": score[:, None], "token": first + found}
-    if features.filters:
+    tells, processed = features.num_logprobs >= 0, features.logprobs_mode == "processed"
+    if features.filters or (tells and processed):
         values, ids = first_tokens(z, features.num_candidates)
-        found = jnp.concatenate([found, ids], axis=1)
         columns |= {"values": values, "ids": first + ids, "tiles": tile_sums(jnp.exp(z - highest[:, None]))}
-    if features.num_logprobs >= 0:
+        if features.filters:
+            found = jnp.concatenate([found, ids], axis=1)
+    told = z if processed else raw  # whose logprobs are told
+    if tells:
         columns["found"] = first + found
-        columns["raw"] = jnp.take_along_axis(raw, found, axis=1, mode="clip")
+        columns["told"] = jnp.take_along_axis(told, found, axis=1, mode="clip")
+    if tells and not processed:
+        top, top_ids = first_tokens(raw, features.num_logprobs)
+        columns |= {"top": top, "top_ids": first + top_ids}
         columns["raw_tiles"] = tile_sums(jnp.exp(raw - raw_highest[:, None]))
 
     columns = _exchange(columns, axes)
+    asked = params.num_logprobs
     params, position, highest, raw_highest = own_rows((params, position, highest, raw_highest), axes)
     best = jnp.max(columns["score"], axis=1, keepdims=True)
     tokens = jnp.min(jnp.where(columns["score"] == best, columns["token"], jnp.iinfo(jnp.int32).max), axis=1)
-    if features.filters:
+    candidates = cut = None
+    if "values" in columns:
         count = min(features.num_candidates, -(-vocab_size // TILE) * TILE)
         candidates = merge(columns["values"], columns["ids"], columns["tiles"], highest, count)
-        _, num_kept = truncate(z, candidates, params, vocab_size=vocab_size, features=features)
-        noise = rng.gumbel(params.seed, position, rng.TARGET, candidates.ids)
-        noise = jnp.where(is_greedy(params)[:, None], 0, noise)
-        among = draw_candidates(candidates, noise, num_kept)
-        tokens = jnp.where(is_filtered(params, vocab_size), among, tokens)
-    if features.num_logprobs < 0:
+        cut, num_kept = truncate(z, candidates, params, vocab_size=vocab_size, features=features)
+        if features.filters:
+            noise = rng.gumbel(params.seed, position, rng.TARGET, candidates.ids)
+            noise = jnp.where(is_greedy(params)[:, None], 0, noise)
+            among = draw_candidates(candidates, noise, num_kept)
+            tokens = jnp.where(is_filtered(params, vocab_size), among, tokens)
+    if not tells:
         return Sampled(jnp.where(valid, join_batch(tokens, axes, num_rows), PAD), valid, None)
 
-    value = jnp.max(jnp.where(columns["found"] == tokens[:, None], columns["raw"], -jnp.inf), axis=1)
-    logprob = value - raw_highest - rng.log(sum_tiles(columns["raw_tiles"]))
-    tokens, value, logprob = join_batch((tokens, value, logprob), axes, num_rows)
-    rank = 1 + jax.lax.psum(_count_before(raw, value, tokens - first), axes)
+    value = jnp.max(jnp.where(columns["found"] == tokens[:, None], columns["told"], -jnp.inf), axis=1)
+    if candidates is not None and cut is not None and processed:
+        top, top_ids = first_processed(candidates, cut, features.num_logprobs)
+        logprob = value - candidates.max - cut.log_mass
+    else:
+        norm = rng.log(sum_tiles(columns["raw_tiles"]))
+        count = min(features.num_logprobs, -(-vocab_size // TILE) * TILE)
+        top, top_ids = first_of_shards(columns["top"], columns["top_ids"], count)
+        top = top - raw_highest[:, None] - norm[:, None]
+        logprob = value - raw_highest - norm
+    tokens, value, logprob, top, top_ids = join_batch((tokens, value, logprob, top, top_ids), axes, num_rows)
+    rank = 1 + jax.lax.psum(_count_before(told, value, tokens - first), axes)
     logprobs = Logprobs(
-        token=jnp.where(valid, logprob, -jnp.inf),
-        rank=jnp.where(valid, rank, 0),
-        top_ids=jnp.zeros((num_rows, 0), jnp.int32),
-        top=jnp.zeros((num_rows, 0), jnp.float32),
+        token=jnp.where(valid, logprob, -jnp.inf), rank=jnp.where(valid, rank, 0), top_ids=top_ids, top=top
     )
-    return Sampled(jnp.where(valid, tokens, PAD), valid, logprobs)
+    return Sampled(jnp.where(valid, tokens, PAD), valid, limit_top(logprobs, jnp.where(valid, asked, -1)))
 
 
 def _at_the_door(logits, first, axes, vocab_size: int):

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jaxsample.params import TILE
 
+SHARD_UNIT = 4  # tokens of one call of the noise generator, which a device has all of
+
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -26,7 +28,9 @@ class Head:
         filter (`truncation.is_filtered`), and saves the noise of every token.
       chunk: columns whose logits exist at a time, a multiple of num_lanes.
       num_lanes, depth: L lanes keep their `depth` first tokens each; L a multiple of 128.
-      num_recomputed: rows at a time whose logits are computed whole because their summaries do not suffice.
+      num_recomputed: rows at a time whose logits are computed whole because their summaries do not suffice;
+        8 times as many positions of a score. None: 8 where the program holds full rows, else one in 64 of the
+        rows, so that they take little memory; one in 128 of the positions, 8 at least.
     """
 
     weight_of: Callable[[Any], Any] | None = None
@@ -36,7 +40,7 @@ class Head:
     chunk: int = 4096
     num_lanes: int = 512
     depth: int = 4
-    num_recomputed: int = 8
+    num_recomputed: int | None = None
 
     def __post_init__(self):
         for name, unit in (
@@ -46,6 +50,8 @@ class Head:
             ("num_recomputed", 1),
         ):
             value = getattr(self, name)
+            if name == "num_recomputed" and value is None:
+                continue
             if not isinstance(value, int) or value < 1 or unit < 1 or value % unit:
                 raise ValueError(f"{name} is {value!r}, allowed are multiples of {unit} from {unit}")
         if self.softcap is not None and not 0 < self.softcap < float("inf"):
@@ -121,8 +127,8 @@ def check_head(hidden, weight, vocab_size: int, num_shards: int = 1) -> None:
     num_ids = weight.shape[0] * num_shards
     if num_ids < vocab_size:
         raise ValueError(f"the head has {num_ids} rows, expected at least the vocabulary's {vocab_size}")
-    if num_shards > 1 and weight.shape[0] % TILE:
-        raise ValueError(f"the head has {weight.shape[0]} rows a device, expected a multiple of {TILE}")
+    if num_shards > 1 and weight.shape[0] % SHARD_UNIT:
+        raise ValueError(f"the head has {weight.shape[0]} rows a device, expected a multiple of {SHARD_UNIT}")
 
 
 def filled(x, unit: int):

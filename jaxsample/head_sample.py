@@ -15,18 +15,19 @@ from jax.sharding import PartitionSpec
 
 from jaxsample import rng
 from jaxsample.draw import draw_candidates
-from jaxsample.head import Head, check_head, head_logits, without_gradient
+from jaxsample.head import SHARD_UNIT, Head, check_head, head_logits, without_gradient
 from jaxsample.head_summary import HeadSummary, summarize_head
 from jaxsample.history import History
 from jaxsample.logprobs import Logprobs, limit_top
-from jaxsample.params import MAX_SERVED_TOP_K, PAD, TILE, Features, Limits, SamplingParams, StopRule
+from jaxsample.params import MAX_SERVED_TOP_K, PAD, Features, Limits, SamplingParams, StopRule
 from jaxsample.sample import Sampled, sample
 from jaxsample.sharding import Axis, axis_names, axis_size, check_rows, over_mesh
 from jaxsample.truncation import cut_candidates, effective_top_k, is_filtered, is_greedy, is_kept
 
-# A crossing this close to top_p is left to the row's logits: within it a sum by lanes, which may be 2^-17
-# off, could cut elsewhere than a sum by tiles.
-_MARGIN = np.float32(2.0**-16)
+# A crossing so close to top_p is left to the row's logits: a sum by lanes, whose roundings grow with the
+# number of chunks, could cut elsewhere there than a sum by tiles.
+_MARGIN, _MARGIN_OF_CHUNK = 2.0**-16, 2.0**-22
+_AT_ONCE = 8  # rows computed whole, where many may be
 
 
 def sample_head(
@@ -47,9 +48,8 @@ def sample_head(
 ) -> Sampled:
     """Draw one token for each row from its hidden state; no array as large as the logits exists.
 
-    A plain function: call it inside your own jit, with limits, features, head, mesh and axes static. It
-      holds a
-    loop over the rows whose summaries do not suffice, most often none.
+    A plain function: call it inside your own jit, with limits, features, head, mesh and axes static. It holds
+    a loop over the rows whose summaries do not suffice, most often none.
 
     Args:
       hidden: float [B, W], the states that the LM head takes.
@@ -57,7 +57,7 @@ def sample_head(
       params, position, stop, history, allowed: as in `sample`.
       limits, features: as in `sample`; features without transforms.
       head: Head.
-      mesh, axis, batch_axis: the head's rows are split over `axis` of the mesh, Vp a multiple of 128 P, and
+      mesh, axis, batch_axis: the head's rows are split over `axis` of the mesh, Vp a multiple of 4 P, and
         the rows of everything else beforehand along batch_axis. With an axis and no mesh the call stands in a
         shard_map of the caller's, and weight is the device's own [Vp / P, W].
 
@@ -98,10 +98,10 @@ def over_head(
         raise ValueError("axis is None, expected the axes of the mesh that the head's rows are split over")
     num_shards, batch_axes = axis_size(mesh, axes), axis_names(batch_axis)
     check_head(rows[0], weight, vocab_size)
-    if weight.shape[0] % (TILE * num_shards):
+    if weight.shape[0] % (SHARD_UNIT * num_shards):
         raise ValueError(
-            f"the head has {weight.shape[0]} rows, expected a multiple of {TILE} on each of {num_shards} "
-            "devices: pad it with zeros"
+            f"the head has {weight.shape[0]} rows, expected a multiple of {SHARD_UNIT} on each of "
+            f"{num_shards} devices: pad it with zeros"
         )
     check_rows(mesh, rows[0].shape[0], batch_axes)
     by_row = PartitionSpec(batch_axes)
@@ -149,21 +149,26 @@ def _sample(weight, hidden, params, position, stop, history, allowed, *, limits,
     summary = summarize_head(
         hidden, weight, params, position, **given, **options, head=head, axes=axes, sums=False
     )
-    sampled, done = _draw(summary, params, position, **options)
+    num_chunks = -(-weight.shape[0] // head.chunk)
+    margin = np.float32(_MARGIN + num_chunks * _MARGIN_OF_CHUNK)
+    sampled, done = _draw(summary, params, position, margin, **options)
 
     def from_logits(logits, params, position, stop, history, allowed):
         return sample(logits, params, position, stop=stop, history=history, allowed=allowed, **options)
 
-    return complete(sampled, done, rows, from_logits, weight, head, axes, head.num_recomputed)
+    at_once = head.num_recomputed or (_AT_ONCE if features.full_rows else max(1, hidden.shape[0] // 64))
+    return complete(sampled, done, rows, from_logits, weight, head, axes, at_once)
 
 
-def _draw(summary: HeadSummary, params: SamplingParams, position, *, limits: Limits, features: Features):
+def _draw(
+    summary: HeadSummary, params: SamplingParams, position, margin, *, limits: Limits, features: Features
+):
     """(Sampled, bool[B]: rows whose result is that of their logits)."""
     vocab_size, valid = limits.vocab_size, summary.valid
-    greedy, filtered = is_greedy(params), is_filtered(params, vocab_size)
+    filtered = is_filtered(params, vocab_size)
     processed = features.num_logprobs >= 0 and features.logprobs_mode == "processed"
     if features.filters or processed:
-        tokens, cut, done = _draw_filtered(summary, params, position, filtered, greedy, vocab_size, features)
+        tokens, cut, done = _draw_filtered(summary, params, position, filtered, margin, vocab_size, features)
         if summary.winner is not None:
             tokens = jnp.where(filtered, tokens, summary.winner)
             done &= filtered | summary.winner_sure
@@ -181,8 +186,9 @@ def _draw(summary: HeadSummary, params: SamplingParams, position, *, limits: Lim
     )
 
 
-def _draw_filtered(summary, params, position, filtered, greedy, vocab_size, features):
+def _draw_filtered(summary, params, position, filtered, margin, vocab_size, features):
     """Tokens drawn among candidates i32[B], the cut, and which rows that serves bool[B]."""
+    greedy = is_greedy(params)
     candidates, order = summary.candidates, features.filter_order
     count = candidates.values.shape[1]
     top_k = jnp.where(greedy, 1, params.top_k)
@@ -193,7 +199,7 @@ def _draw_filtered(summary, params, position, filtered, greedy, vocab_size, feat
         params.min_p,
         vocab_size=vocab_size,
         filter_order=order,
-        margin=_MARGIN,
+        margin=margin,
     )
     num_top_k = effective_top_k(top_k, vocab_size)
     # A top_k bounds what a row looks at, but for "joint", where top_p is measured on more.

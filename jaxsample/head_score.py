@@ -25,7 +25,6 @@ from jaxsample.params import PAD, TILE
 from jaxsample.sharding import Axis, axis_names
 
 _BAND = np.float32(2.0**-19)  # of 1 + the logit: how far its two products may lie apart without a recount
-_RECOMPUTED_AT_ONCE = 8  # times head.num_recomputed
 
 
 def score_head(
@@ -57,7 +56,7 @@ def score_head(
 
     Returns:
       Logprobs, as `score` of the logits: ranks and top ids equal, given equal logits; log-probabilities
-      within 2^-17.
+      as near as `summarize_head`'s sums.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit; differentiation.
@@ -112,7 +111,7 @@ def _score(weight, hidden, ids, *, num_top, vocab_size, head: Head, rows_at_once
     def from_logits(logits, ids):
         return score(logits[:, :vocab_size], ids, num_top)
 
-    at_once = _RECOMPUTED_AT_ONCE * head.num_recomputed
+    at_once = 8 * head.num_recomputed if head.num_recomputed else max(8, num_rows // 128)
     return complete(found, done, (hidden, ids), from_logits, weight, head, axes, at_once)
 
 

@@ -1,11 +1,10 @@
 """Summaries of rows whose columns come in chunks: what each lane of the vocabulary has seen so far.
 
-With L lanes, token i belongs to lane i mod L. A lane keeps its first tokens of the order (value descending,
-id ascending), sums of exponentials relative to the first of them, and the best noisy score with the
-runner-up's. To
-add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as the vocabulary. What a lane
-had to drop comes behind what it keeps, and that tells how many tokens of the merged order are certain. Knows
-nothing about where logits come from.
+With L lanes, token i belongs to lane i mod L. A lane keeps its first tokens of the order (value
+descending, id ascending), sums of exponentials relative to the first of them, and the best noisy score
+with the runner-up's. To add a chunk is elementwise over lanes: no reduction, no sort, nothing as wide as
+the vocabulary. What a lane had to drop comes behind what it keeps, and that tells how many tokens of the
+merged order are certain. Knows nothing about where logits come from.
 """
 
 import dataclasses
@@ -111,10 +110,8 @@ def add_columns(lanes: Lanes, z, first, temperatures: Sequence[Any] = ()) -> Lan
     sums = []
     for total, temperature in zip(lanes.sums, temperatures, strict=True):
         weight = lambda x, t=temperature: _weight(x - highest, t)
-        total = total * weight(before)
-        for at in range(0, z.shape[1], num_lanes):
-            total = total + weight(part(z, at))
-        sums.append(total)
+        added = [weight(part(z, at)) for at in range(0, z.shape[1], num_lanes)]
+        sums.append(total * weight(before) + _tree_sum(added))
     return Lanes(values, ids, _apart_on_cpu(tuple(sums)))
 
 
@@ -211,6 +208,7 @@ def sort_tokens(values, ids, count: int):
     """The first `count` of tokens f32[B, n], i32[B, n] in order, -inf behind where there are fewer."""
     values, ids = jax.lax.sort((-values, ids), dimension=1, num_keys=2)
     values, ids = jnp.where(values == 0, 0, -values)[:, :count], ids[:, :count]
+    ids = jnp.where(values > -jnp.inf, ids, 0)  # of what cannot be drawn a lane knows no id
     missing = ((0, 0), (0, count - values.shape[1]))
     return jnp.pad(values, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
 
@@ -277,6 +275,14 @@ def _insert(kept, new):
         return tuple(moved)
 
     return tuple(put(old, added) for old, added in zip(kept, new))
+
+
+def _tree_sum(terms):
+    """By neighbours, so that roundings grow with the logarithm of their number."""
+    while len(terms) > 1:
+        pairs = [one + other for one, other in zip(terms[::2], terms[1::2])]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
 
 
 def _weight(difference, temperature):

@@ -79,11 +79,15 @@ def processed_logprobs(logits, tokens, candidates: Candidates, cut: Cut, num_top
       cut: Cut.
       num_top: n.
     """
-    values, ids = candidates.values[:, :num_top], candidates.ids[:, :num_top]
-    top = jnp.where(
-        is_kept(values, ids, cut), values - candidates.max[:, None] - cut.log_mass[:, None], -jnp.inf
-    )
+    top, ids = first_processed(candidates, cut, num_top)
     return _logprobs(logits, tokens, candidates.max, cut.log_mass, top, ids)
+
+
+def first_processed(candidates: Candidates, cut: Cut, num_top: int):
+    """The first tokens of the distribution drawn from: their logprobs f32[B, n] and ids i32[B, n]."""
+    values, ids = candidates.values[:, :num_top], candidates.ids[:, :num_top]
+    logprobs = values - candidates.max[:, None] - cut.log_mass[:, None]
+    return jnp.where(is_kept(values, ids, cut), logprobs, -jnp.inf), ids
 
 
 def limit_top(logprobs: Logprobs, num_asked) -> Logprobs:

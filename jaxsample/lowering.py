@@ -23,6 +23,7 @@ from jaxsample.guided import Scorer, guided_parts
 from jaxsample.paged import PagedKVCache
 from jaxsample.params import Limits
 from jaxsample.propose import Proposer
+from jaxsample.sample import Sampled
 from jaxsample.sharding import Axis, axis_names, axis_size
 from jaxsample.staging import pack_rows
 
@@ -44,6 +45,7 @@ def lower_programs(
     mesh: Mesh | None = None,
     axis: Axis | None = None,
     batch_axis: Axis = (),
+    draw: Callable[..., Sampled] | None = None,
 ) -> dict[Name, Callable[[], Any]]:
     """Name -> function that lowers the program. All programs that return the state take it donated.
 
@@ -72,7 +74,11 @@ def lower_programs(
         forward = _spread_rows(forward, mesh, batch_axis)
         draft_forward = None if draft_forward is None else _spread_rows(draft_forward, mesh, batch_axis)
     placed = (mesh, axis, batch_axis, batch_axis)  # all devices get the verdict of all rows
-    parts = [step_parts(forward, unembed, limits, x, proposer, verify, *placed) for x in buckets.features]
+    draws = [None if x.shapes or x.full_rows else draw for x in buckets.features]
+    parts = [
+        step_parts(forward, unembed, limits, x, proposer, verify, *placed, own)
+        for x, own in zip(buckets.features, draws)
+    ]
     if mesh is not None:
         parts = [_with_whole_state(part, mesh) for part in parts]
     guided = all_weights = None
@@ -179,7 +185,7 @@ def _pin(tree: Any, mesh: Mesh, *spec: Any) -> Any:
 
 def _between(found, cache, mesh: Mesh, axis: Axis, batch_axis: Axis):
     """How what "look ahead" leaves for "complete" lies on a mesh: logits as split, laws with their rows."""
-    (draft, draft_staged), (hidden, staged, _) = found
+    (draft, draft_staged), (hidden, staged, logits) = found
     axes, batch_axes = axis_names(axis), axis_names(batch_axis)
     num_rows, num_batches = hidden.shape[0], axis_size(mesh, batch_axes)
     kept_rows = num_batches * axis_size(mesh, axes) * -(-num_rows // num_batches // axis_size(mesh, axes))
@@ -192,7 +198,8 @@ def _between(found, cache, mesh: Mesh, axis: Axis, batch_axis: Axis):
     whole = lambda tree: jax.tree.map(lambda _: place(), tree)
     draft = dataclasses.replace(whole(draft), law=jax.tree.map(of_law, draft.law))
     staged = jax.tree.map(lambda leaf: place(None, None, None, *heads[: leaf.ndim - 3]), staged)
-    return (draft, whole(draft_staged)), (by_row, staged, place(batch_axes, None, axes))
+    logits = jax.tree.map(lambda _: place(batch_axes, None, axes), logits)  # a Head leaves none
+    return (draft, whole(draft_staged)), (by_row, staged, logits)
 
 
 def _laid_out(shape, sharding) -> jax.ShapeDtypeStruct:

@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxsample.draft import Tree
 from jaxsample.history import History, at_nodes, repeat_rows
+from jaxsample.logprobs import Logprobs
 from jaxsample.params import Features, Limits, SamplingParams, StopRule
 from jaxsample.shaping import shape
-from jaxsample.target import Target, make_target
+from jaxsample.target import Target, logprobs_of, make_target
 
 
 def node_target(
@@ -111,7 +112,29 @@ def node_rows(
     return params, position, dict(stop=stop, history=histories, allowed=allowed)
 
 
+def plain_rows(params: SamplingParams, position, tree: Tree) -> tuple[SamplingParams, Any]:
+    """(params, position i32[B * N]) of all nodes' rows, where nothing looks at what came before."""
+    position = position[:, None] + jnp.asarray(tree.depth)[None, :]
+    return repeat_rows(params, tree.num_nodes), position.reshape(-1)
+
+
 def take_nodes(target: Target, node, num_nodes: int) -> Target:
     """The target's rows at given nodes: B * M rows for i32[B, M] node."""
     row = (jnp.arange(node.shape[0], dtype=jnp.int32)[:, None] * num_nodes + node).reshape(-1)
     return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0, mode="clip"), target)
+
+
+def logprobs_of_path(target: Target, path, tokens, tree: Tree) -> Logprobs | None:
+    """Logprobs of emitted tokens i32[B, M], each from the row of the node it follows: [B, M] in place of [B].
+
+    Args:
+      target: Target of B * N rows.
+      path: i32[B, M], nodes. tokens: i32[B, M], PAD for none.
+      tree: static, N nodes.
+    """
+    if target.features.num_logprobs < 0:
+        return None
+    if tree.num_nodes > 1:
+        target = take_nodes(target, path, tree.num_nodes)
+    logprobs = logprobs_of(target, tokens.reshape(-1))
+    return jax.tree.map(lambda leaf: leaf.reshape(*tokens.shape, *leaf.shape[1:]), logprobs)

@@ -80,6 +80,21 @@ def test_requests_get_what_they_get_without_a_mesh_and_nothing_is_compiled_later
 
 
 @pytest.mark.large
+def test_an_engine_draws_by_exchange_where_features_allow_it():
+    served_by = (FEATURES, js.Features(num_candidates=32))
+    given = dict(buckets=dataclasses.replace(BUCKETS, features=served_by))
+    engine = engine_on(mesh_of("explicit", data=2, tensor=3), draw=js.sample_by_exchange, **given)
+    requests = random_requests(30)
+    for request in requests[::7]:
+        request.params["repetition_penalty"] = 1.3
+    assert served(engine, requests) == served(engine_on(None, **given), requests)
+    counted = [collectives(engine._programs["step", SLOTS, S, level]) for level in (0, 1)]
+    assert [count["all-to-all"] for count in counted] == [1, 1]
+    assert counted[0]["all-reduce"] and "all-reduce" not in counted[1]
+    assert largest_gather(engine._programs["step", SLOTS, S, 0]) < SLOTS * V // 6
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_grammars_and_drafts_on_a_mesh(num_drafts):
     given = dict(grammars=True)

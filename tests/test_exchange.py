@@ -13,22 +13,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsample.candidates import first_tokens, merge, normaliser, summarize, tile_sums
 from jaxsample.exchange import sample_by_exchange
 from jaxsample.params import Features, Limits
+from jaxsample.sample import sample
 from tests import mixes
 from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
 from tests.test_sharded_sample import LIMITS, PROGRAMS, WIDTH, alone, arguments, rows_of
 
-SERVED = Features("filtered", full_rows=False, num_candidates=32, num_logprobs=0)
+SERVED = PROGRAMS["served"]
 run = jax.jit(sample_by_exchange, static_argnames=("limits", "features", "mesh", "axis", "batch_axis"))
 
 
-def told(sampled):
-    """What an exchange tells: of logprobs the token's own."""
-    logprobs = sampled.logprobs and {"token": sampled.logprobs.token, "rank": sampled.logprobs.rank}
-    return {"tokens": sampled.tokens, "valid": sampled.valid, "logprobs": logprobs}
-
-
 def expected(program, num_rows):
-    return told(rows_of(alone(program), slice(num_rows)))
+    return rows_of(alone(program), slice(num_rows))
 
 
 @pytest.mark.parametrize(
@@ -43,11 +38,20 @@ def expected(program, num_rows):
     ],
 )
 def test_tokens_and_logprobs_are_those_of_one_device(program, num_rows, kind, sizes, axis, batch_axis):
-    features = SERVED if program == "served" else PROGRAMS[program]
     given = rows_of(arguments(program)[0], slice(num_rows))
     placed = dict(mesh=mesh_of(kind, **sizes), axis=axis, batch_axis=batch_axis)
-    sampled = run(*given, limits=LIMITS, features=features, **placed)
-    assert_same_bits(told(sampled), expected(program, num_rows))
+    sampled = run(*given, limits=LIMITS, features=PROGRAMS[program], **placed)
+    assert_same_bits(sampled, expected(program, num_rows))
+
+
+@pytest.mark.parametrize("tier", ["filtered", pytest.param("plain", marks=pytest.mark.large)])
+def test_processed_logprobs_are_those_of_one_device(tier):
+    features = dataclasses.replace(SERVED, tier=tier, num_logprobs=4, logprobs_mode="processed")
+    given = rows_of(arguments("served" if tier == "filtered" else "plain")[0], slice(16))
+    whole = jax.jit(functools.partial(sample, limits=LIMITS, features=features))(*given)
+    sampled = run(*given, limits=LIMITS, features=features, mesh=mesh_of(x=4), axis="x")
+    assert np.isfinite(whole.logprobs.top).any()
+    assert_same_bits(sampled, whole)
 
 
 def test_inside_the_callers_shard_map_and_no_more_travels_than_candidates():
@@ -59,9 +63,9 @@ def test_inside_the_callers_shard_map_and_no_more_travels_than_candidates():
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
     compiled = mapped.lower(placed, *given[1:]).compile()
     sampled = compiled(placed, *given[1:])
-    assert_same_bits(told(sampled), expected("served", 64))
+    assert_same_bits(sampled, expected("served", 64))
     assert collectives(compiled) == {"all-to-all": 1, "all-gather": 1, "all-reduce": 2}
-    assert largest_gather(compiled) <= 3 * 64
+    assert largest_gather(compiled) <= (3 + 2 * SERVED.num_logprobs) * 64
 
 
 @jax.jit
@@ -89,14 +93,8 @@ def test_summaries_of_shards_merge_into_that_of_the_row(kind):
 
 def test_programs_that_need_whole_rows_are_refused():
     given = arguments("plain")[0]
-    processed = Features("filtered", full_rows=False, num_logprobs=0, logprobs_mode="processed")
-    for features in (
-        Features(),
-        Features("filtered"),
-        dataclasses.replace(SERVED, num_logprobs=1),
-        processed,
-    ):
-        needs = f"full_rows {features.full_rows} and num_logprobs {features.num_logprobs}"
+    for features in (Features(), Features("filtered")):
+        needs = f"tier '{features.tier}' and full_rows {features.full_rows}"
         with pytest.raises(ValueError, match=needs):
             sample_by_exchange(*given, limits=LIMITS, features=features, mesh=mesh_of(x=2), axis="x")
     options = dict(features=SERVED, mesh=mesh_of(data=3, x=2), axis="x", batch_axis="data")

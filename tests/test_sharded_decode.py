@@ -179,12 +179,29 @@ def test_a_step_draws_by_exchange_on_two_axes():
     assert_same_bits(*found)
 
 
+@pytest.mark.slow
+def test_drafts_are_matched_by_exchange():
+    features = dataclasses.replace(SERVED, num_logprobs=2)
+    drafts = dict(limits=LIMITS, features=features, proposer=js.ngram_proposer(js.chain(2)))
+    text = [9]  # what the greedy row says behind it, so that n-grams foretell it
+    for _ in range(5):
+        text.append(int(WEIGHTS[text[-1], :V].argmax()))
+    asked = [({"temperature": 0, "seed": 0, "max_tokens": 9, "logprobs": 2}, [*text, 9]), *PLAIN_REQUESTS]
+    found = []
+    for given in ({}, dict(mesh=mesh_of(x=3), axis="x", draw=js.sample_by_exchange)):
+        step = js.make_decode_step(lookup_forward, unembed, **drafts, **given)
+        requests, cache = admitted(asked)
+        found.append(emitted(step, (WEIGHTS, ()), requests, (cache, ())))
+    assert_same_bits(*found)
+    assert sum(js.unpack(record, features).accepted.sum() for record in found[0][0]) > 3
+
+
 def test_a_draw_that_cannot_be_exchanged_is_refused():
     options = dict(limits=LIMITS, draw=js.sample_by_exchange)
     placed = dict(mesh=mesh_of(x=4), axis="x")
-    drafts = dict(proposer=js.ngram_proposer(js.chain(1)))
-    for given in (placed | drafts, {}, placed | {"features": FEATURES}):
-        with pytest.raises(ValueError, match="draw is given with proposer"):
+    weighed = dict(proposer=js.ngram_proposer(js.chain(1)), verify=js.verify_rejection)
+    for given in (placed | weighed, {}, placed | {"features": FEATURES}):
+        with pytest.raises(ValueError, match="draw is given with verify"):
             js.make_decode_step(lookup_forward, unembed, **options, **{"features": SERVED, **given})
     step = js.make_decode_step(lookup_forward, unembed, features=SERVED, **options, **placed)
     masks = np.zeros((B, LIMITS.num_words), np.uint32)
