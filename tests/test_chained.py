@@ -29,7 +29,7 @@ from tests.test_speculation import (
     forward,
 )
 
-NUM_DRAFTS = 3
+NUM_DRAFTS = 2
 
 
 def head_forward(weights, tokens, hidden, positions, cache, mask):
