@@ -450,6 +450,7 @@ def test_grammars_hold_their_own_rows_and_touch_no_others(num_drafts, monkeypatc
     assert idle(engine)
 
 
+@pytest.mark.large
 def test_speculation_leaves_the_text_as_it_is():
     proposer = js.ngram_proposer(js.chain(3), max_ngram=2)
     buckets = Buckets(rows=(8,), lengths=(S,), prefill=((4, 16),), features=FEATURES[1:], updates=(8,))

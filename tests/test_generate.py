@@ -278,6 +278,7 @@ def test_what_is_no_token_id_is_one_line_and_exit_code_2(capsys, arguments, name
     assert named in error
 
 
+@pytest.mark.large
 def test_random_weights_of_a_known_model_generate(capsys, monkeypatch):
     tiny = dataclasses.replace(PRESETS["qwen2.5-7b"], num_layers=1, width=64, mlp_width=64, vocab_size=300)
     monkeypatch.setitem(PRESETS, "qwen2.5-7b", tiny)

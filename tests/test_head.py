@@ -85,7 +85,9 @@ def compiled_of(program):
 
 
 # Every parameter, every kind of row: many of these rows keep more tokens than lanes hold, or tie.
-@pytest.mark.parametrize("program", ["full", "served", "plain", pytest.param("raw", marks=pytest.mark.large)])
+@pytest.mark.parametrize(
+    "program", ["full", "plain", *(pytest.param(name, marks=pytest.mark.large) for name in ("served", "raw"))]
+)
 def test_tokens_and_logprobs_are_those_of_the_logits(program):
     hidden, weight, logits = rows_as_head(program)
     params, position, rest, features = given_of(program)

@@ -172,7 +172,9 @@ def test_every_sort_of_row_gets_what_its_request_asks_for(verify):
 
 # Every sum over a row is `tile_sum`: `rejection` and `replaced` have none that these have not.
 @pytest.mark.parametrize(
-    "verify", [verify_block, verify_tree_distinct, verify_tree_points], ids=["block", "distinct", "points"]
+    "verify",
+    [pytest.param(verify_block, marks=pytest.mark.large), verify_tree_distinct, verify_tree_points],
+    ids=["block", "distinct", "points"],
 )
 def test_a_row_alone_is_the_row_in_a_batch_of_64(verify):
     given, _, _ = mixed_batch()

@@ -108,7 +108,7 @@ def run_on(placed, drafts):
     ("drafts", "kind", "sizes", "axis", "batch_axis"),
     [
         pytest.param(False, "auto", dict(x=3), "x", (), marks=pytest.mark.large),
-        pytest.param(False, "explicit", dict(data=2, tensor=4), "tensor", "data", marks=pytest.mark.slow),
+        pytest.param(False, "explicit", dict(data=2, tensor=4), "tensor", "data", marks=pytest.mark.large),
         pytest.param(True, "auto", dict(data=2, tensor=3), "tensor", "data", marks=pytest.mark.large),
         pytest.param(True, "explicit", dict(x=2), ("x",), (), marks=pytest.mark.large),
     ],
