@@ -211,6 +211,12 @@ def test_weights_take_the_dtype_asked_for(tmp_path):
     assert same_weights(low, jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), high))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bf16"])
+def test_weights_of_another_dtype_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"dtype is '{dtype}'"):
+        load(DATA / "llama_plain", dtype)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 2000, -7])
 def test_a_truncated_safetensors_file_is_an_error(tmp_path, keep):
     folder = copy_of("llama_plain", tmp_path / "m")
