@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
+from models.config_fields import config_of_fields
 from models.decoder import DecoderConfig, Weights, weight_shapes
 from models.placement import weight_shardings
 from models.text import Text
@@ -81,7 +82,7 @@ def load_checkpoint(
     fields = _read_json(folder / CONFIG)
     if fields.get("format") != _FORMAT:
         raise ValueError(f"{folder / CONFIG}: format {fields.get('format')!r}, expected {_FORMAT}")
-    config = _config(fields.get("config"), folder / CONFIG)
+    config = config_of_fields(str(folder / CONFIG), fields.get("config"))
     if not (folder / WEIGHTS).is_dir():
         raise ValueError(f"{folder}: no {WEIGHTS} folder")
     try:
@@ -126,14 +127,6 @@ def restore(folder: pathlib.Path, shapes: Any, dtype: Any, shardings: Any = None
     except Exception as error:  # Orbax and its storage layer raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{folder}: cannot be restored ({reason})") from error
-
-
-def _config(fields: Any, path: pathlib.Path) -> DecoderConfig:
-    try:
-        factors = fields["rope_factors"]
-        return DecoderConfig(**{**fields, "rope_factors": None if factors is None else tuple(factors)})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a decoder's configuration ({error})") from None
 
 
 def _text(folder: pathlib.Path) -> Text | None:

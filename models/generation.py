@@ -131,8 +131,9 @@ def generate(
       One Reply a request, and the times.
 
     Raises:
-      ValueError: an empty prompt, one longer than the cache, what make_params and make_guidance refuse, a
-        value model of another vocabulary or on a mesh, or a mesh that does not fit the model.
+      ValueError: an empty prompt, one longer than the cache or with ids outside the vocabulary, what
+        make_params and make_guidance refuse, a value model of another vocabulary or on a mesh, or a mesh that
+        does not fit the model.
     """
     if guide is not None:
         check_guide(guide, config, mesh)
@@ -366,6 +367,9 @@ def _admissible(
             raise ValueError("the prompt is empty, at least one token is needed")
         if num_tokens > limits.max_length:
             raise ValueError(f"the prompt has {num_tokens} tokens, the cache holds {limits.max_length}")
+        outside = [token for token in request.prompt if not 0 <= token < limits.vocab_size]
+        if outside:
+            raise ValueError(f"the prompt holds {outside[0]}, allowed are ids in [0, {limits.vocab_size})")
         params, stop = make_params(limits, prompt_length=num_tokens, **request.params)
         if guide is None and request.guidance:
             raise ValueError(f"guidance is {request.guidance!r}, allowed is none without a value model")

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models.checkpoints import is_checkpoint, load_checkpoint
@@ -38,9 +39,15 @@ def load(path: str | pathlib.Path, dtype: Any, mesh: Mesh | None = None) -> Load
       LoadedModel.
 
     Raises:
-      ValueError: no such path, an unknown format, an unsupported architecture, a damaged file, or
-        tensors that are missing, unexpected or misshapen.
+      ValueError: no float dtype, no such path, an unknown format, an unsupported architecture, a damaged
+        file, or tensors that are missing, unexpected or misshapen.
     """
+    try:
+        floats = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floats = False
+    if not floats:
+        raise ValueError(f"dtype is {dtype!r}, allowed is a float dtype")
     path = pathlib.Path(path)
     if path.is_dir() and is_checkpoint(path):
         return LoadedModel(*load_checkpoint(path, dtype, mesh))

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from models.checkpoints import write_json
+from models.config_fields import config_of_fields
 from models.decoder import DecoderConfig, Weights
 from models.draft_head import DraftHead, head_config, head_shapes
 from models.load_safetensors import read_json
@@ -75,7 +76,7 @@ def load_draft_head(path: str | pathlib.Path, base: DecoderConfig) -> DraftHead:
     fields = read_json(folder / DESCRIPTION)
     if fields.get("format") != _FORMAT:
         raise ValueError(f"{folder / DESCRIPTION}: format {fields.get('format')!r}, expected {_FORMAT}")
-    config = _config(fields.get("config"), folder / DESCRIPTION)
+    config = config_of_fields(str(folder / DESCRIPTION), fields.get("config"))
     wanted = head_config(base, config.num_layers)
     for field in dataclasses.fields(DecoderConfig):
         made_for, given = getattr(config, field.name), getattr(wanted, field.name)
@@ -110,14 +111,6 @@ def _ids(file: SafetensorsFile, source: pathlib.Path, vocab_size: int) -> np.nda
             f"{source}: {IDS} of shape {list(ids.shape)} are no rising token ids in 0 ... {vocab_size - 1}"
         )
     return ids
-
-
-def _config(fields: Any, path: pathlib.Path) -> DecoderConfig:
-    try:
-        factors = fields["rope_factors"]
-        return DecoderConfig(**{**fields, "rope_factors": None if factors is None else tuple(factors)})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a head's configuration ({error})") from None
 
 
 def _named(weights: Weights) -> dict[str, jax.Array]:

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 from jax.sharding import Mesh
 
+from models.config_fields import check_factors, check_heads, count, positive
 from models.decoder import DecoderConfig, Weights
 from models.placement import weight_shardings
 from models.text import Text
@@ -70,7 +71,8 @@ def decoder_config(
       factors: divisors of the rotary frequencies, None where the file has none.
 
     Raises:
-      ValueError: a missing key, or an architecture or rotary scaling that the decoder does not have.
+      ValueError: a missing key, a value that is no such number, one of several files, or an architecture or
+        rotary scaling that the decoder does not have.
     """
     kind = metadata.get("general.architecture")
     if kind not in ("llama", "qwen2", "qwen3"):
@@ -81,29 +83,55 @@ def decoder_config(
             raise ValueError(f"GGUF metadata: no {kind}.{name}")
         return metadata[f"{kind}.{name}"]
 
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
+    def size(name: str, absent: int | None = None) -> int:
+        value = need(name) if absent is None else metadata.get(f"{kind}.{name}", absent)
+        return count(f"GGUF metadata: {kind}.{name}", value)
+
+    def number(name: str, absent: float | None = None) -> float:
+        value = need(name) if absent is None else metadata.get(f"{kind}.{name}", absent)
+        return positive(f"GGUF metadata: {kind}.{name}", value)
+
+    if metadata.get("split.count", 1) != 1:
+        raise ValueError(f"GGUF metadata: split.count = {metadata['split.count']!r}, one of several files")
+    scaling = metadata.get(f"{kind}.rope.scaling.type")
+    if scaling not in (None, "none"):
         raise ValueError(f"GGUF metadata: rope scaling {scaling!r} is not supported")
-    num_heads, width = need("attention.head_count"), need("embedding_length")
-    embedding = shapes.get("token_embd.weight", (0,))
+    if scaling is None:  # then a factor means linear scaling; the second key is an older one's
+        for name in ("rope.scaling.factor", "rope.scale_linear"):
+            factor = metadata.get(f"{kind}.{name}", 1)
+            if factor not in (0, 1):
+                raise ValueError(f"GGUF metadata: {kind}.{name} = {factor!r} is not supported")
+    num_heads, width = size("attention.head_count"), size("embedding_length")
+    num_kv_heads = size("attention.head_count_kv", num_heads)
+    head_size = size("attention.key_length", max(1, width // num_heads))
+    rotated = metadata.get(f"{kind}.rope.dimension_count", head_size)
+    if rotated != head_size:
+        raise ValueError(
+            f"GGUF metadata: {kind}.rope.dimension_count = {rotated!r}, allowed is {head_size}, a whole head"
+        )
+    check_heads("GGUF metadata", num_heads, num_kv_heads, head_size)
+    check_factors("rope_freqs.weight", factors, head_size)
+    cap = f"{kind}.final_logit_softcapping"
+    has = lambda ending: any(name.startswith("blk.") and name.endswith(ending) for name in shapes)
+    embedding = shapes.get("token_embd.weight", (1,))
     return DecoderConfig(
-        vocab_size=metadata.get(f"{kind}.vocab_size", embedding[0]),
+        vocab_size=size("vocab_size", embedding[0]),
         width=width,
-        num_layers=need("block_count"),
+        num_layers=size("block_count"),
         num_heads=num_heads,
-        num_kv_heads=metadata.get(f"{kind}.attention.head_count_kv", num_heads),
-        head_size=metadata.get(f"{kind}.attention.key_length", width // num_heads),
-        mlp_width=need("feed_forward_length"),
-        norm_eps=need("attention.layer_norm_rms_epsilon"),
-        rope_theta=metadata.get(f"{kind}.rope.freq_base", 10000.0),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        mlp_width=size("feed_forward_length"),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
+        rope_theta=number("rope.freq_base", 10000.0),
         rope_factors=factors,
         tied_embeddings="output.weight" not in shapes,
-        qkv_bias="blk.0.attn_q.bias" in shapes,
+        qkv_bias=kind == "qwen2" or any(has(f".attn_{part}.bias") for part in "qkv"),
         qk_norm=kind == "qwen3",
-        output_bias="blk.0.attn_output.bias" in shapes,
-        logit_scale=metadata.get(f"{kind}.logit_scale", 1.0),
-        final_logit_softcapping=metadata.get(f"{kind}.final_logit_softcapping"),
-        max_length=need("context_length"),
+        output_bias=has(".attn_output.bias"),
+        logit_scale=number("logit_scale", 1.0),
+        final_logit_softcapping=positive(f"GGUF metadata: {cap}", metadata[cap]) if cap in metadata else None,
+        max_length=size("context_length"),
     )
 
 
@@ -150,7 +178,7 @@ def _expanded(tensor: Any, dtype: Any) -> np.ndarray:
     values = np.empty((len(rows), shape[-1]), dtype)
     step = max(1, _BLOCK // shape[-1])
     for start in range(0, len(rows), step):
-        values[start : start + step] = gguf.dequantize(rows[start : start + step], tensor.tensor_type)
+        values[start : start + step] = _dequantized(rows[start : start + step], tensor)
     return values.reshape(shape)
 
 
@@ -158,4 +186,13 @@ def _frequency_factors(tensors: dict[str, Any]) -> tuple[float, ...] | None:
     if "rope_freqs.weight" not in tensors:
         return None
     tensor = tensors["rope_freqs.weight"]
-    return tuple(gguf.dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
+    return tuple(_dequantized(tensor.data, tensor).ravel().tolist())
+
+
+def _dequantized(data: np.ndarray, tensor: Any) -> np.ndarray:
+    try:
+        return gguf.dequantize(data, tensor.tensor_type)
+    except NotImplementedError:
+        raise ValueError(
+            f"{tensor.name} is of type {tensor.tensor_type.name}, which cannot be read"
+        ) from None

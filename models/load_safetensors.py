@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from models.config_fields import check_heads, count, flag, positive
 from models.decoder import DecoderConfig, Weights
 from models.placement import weight_shardings
 from models.rope import llama3_factors
@@ -47,7 +48,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: no {path.name}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -61,8 +62,8 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
       fields: the file's object, in either spelling.
 
     Raises:
-      ValueError: a missing field, or a model type, activation, rotary scaling, sliding window or MLP bias
-        that the decoder does not have.
+      ValueError: a missing field, one that is no such number, or a model type, activation, rotary scaling,
+        sliding window, quantisation or MLP bias that the decoder does not have.
     """
 
     def need(name: str) -> Any:
@@ -70,35 +71,42 @@ def decoder_config(fields: dict[str, Any]) -> DecoderConfig:
             raise ValueError(f"config.json: no {name!r}")
         return fields[name]
 
+    def size(name: str) -> int:
+        return count(f"config.json: {name}", need(name))
+
     kind = need("model_type")
     if kind not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"config.json: model_type {kind!r} is not supported (llama, qwen2, qwen3 are)")
-    _refuse(fields, "hidden_act", ("silu",), default="silu")
-    _refuse(fields, "use_sliding_window", (False,), default=False)
-    _refuse(fields, "mlp_bias", (False,), default=False)
-    num_heads = need("num_attention_heads")
-    head_size = fields.get("head_dim") or need("hidden_size") // num_heads
+    _refuse(fields, "hidden_act", ("silu",))
+    _refuse(fields, "use_sliding_window", (False,))
+    _refuse(fields, "mlp_bias", (False,))
+    if fields.get("quantization_config") is not None:
+        raise ValueError("config.json: quantization_config is not supported: weights are read as floats")
+    num_heads = size("num_attention_heads")
+    num_kv_heads = size("num_key_value_heads") if _given(fields, "num_key_value_heads") else num_heads
+    head_size = size("head_dim") if _given(fields, "head_dim") else size("hidden_size") // num_heads
+    check_heads("config.json", num_heads, num_kv_heads, head_size)
     theta, factors = _rotary(fields, head_size)
     # Qwen2 has biases on three of the four projections whatever its file says; for the others it is a field.
-    attention_bias = kind != "qwen2" and bool(fields.get("attention_bias", False))
+    attention_bias = kind != "qwen2" and _flag(fields, "attention_bias")
     return DecoderConfig(
-        vocab_size=need("vocab_size"),
-        width=need("hidden_size"),
-        num_layers=need("num_hidden_layers"),
+        vocab_size=size("vocab_size"),
+        width=size("hidden_size"),
+        num_layers=size("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
-        mlp_width=need("intermediate_size"),
-        norm_eps=need("rms_norm_eps"),
+        mlp_width=size("intermediate_size"),
+        norm_eps=positive("config.json: rms_norm_eps", need("rms_norm_eps")),
         rope_theta=theta,
         rope_factors=factors,
-        tied_embeddings=fields.get("tie_word_embeddings", False),
+        tied_embeddings=_flag(fields, "tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or attention_bias,
         output_bias=attention_bias,
         qk_norm=kind == "qwen3",
         logit_scale=_number(fields, "logit_scale", 1.0),
         final_logit_softcapping=_number(fields, "final_logit_softcapping", None),
-        max_length=need("max_position_embeddings"),
+        max_length=size("max_position_embeddings"),
     )
 
 
@@ -182,6 +190,12 @@ def open_shards(index: pathlib.Path) -> dict[str, SafetensorsFile]:
     unlisted = [name for shard in shards.values() for name in shard.shapes if name not in places]
     if unlisted:
         raise ValueError(f"{index}: unexpected tensors: {', '.join(unlisted)}, in a shard, not in the index")
+    for file, shard in shards.items():
+        for name in shard.shapes:
+            if places[name] != file:
+                raise ValueError(
+                    f"{index}: unexpected tensors: {name} is in {file}, the index says {places[name]}"
+                )
     return {name: shards[file] for name, file in places.items()}
 
 
@@ -217,43 +231,74 @@ def text_from_folder(folder: pathlib.Path, config: dict[str, Any]) -> Text | Non
         if isinstance(value, str):
             specials[name] = value
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    if isinstance(template, list):  # of templates by name
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template is no text")
     eos = optional("generation_config.json").get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in eos:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"{folder}: eos_token_id holds {token!r}, allowed are token ids")
     return Text(tokenizer, eos, template, specials)
 
 
-def _refuse(fields: dict[str, Any], name: str, supported: tuple[Any, ...], *, default: Any) -> None:
-    value = fields.get(name, default)
-    if value not in supported:
+def _given(fields: dict[str, Any], name: str) -> bool:
+    return fields.get(name) is not None
+
+
+def _refuse(fields: dict[str, Any], name: str, supported: tuple[Any, ...]) -> None:
+    value = fields.get(name)
+    if value is not None and value not in supported:
         raise ValueError(f"config.json: {name} = {value!r} is not supported (only {supported[0]!r} is)")
 
 
+def _flag(fields: dict[str, Any], name: str) -> bool:
+    return _given(fields, name) and flag(f"config.json: {name}", fields[name])
+
+
 def _number(fields: dict[str, Any], name: str, absent: float | None) -> float | None:
-    value = fields.get(name)
-    if value is None:
-        return absent
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"config.json: {name} = {value!r}, allowed is a number above 0")
-    return float(value)
+    return positive(f"config.json: {name}", fields[name]) if _given(fields, name) else absent
 
 
 def _rotary(fields: dict[str, Any], head_size: int) -> tuple[float, tuple[float, ...] | None]:
     # transformers 4 puts the base beside the scaling, which is null when there is none, and once named
     # "rope_type" plain "type".
-    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    spellings = {name: _scaling(fields, name) for name in ("rope_parameters", "rope_scaling")}
+    kinds = {name: _rope_kind(name, scaling) for name, scaling in spellings.items() if scaling}
+    if len(set(kinds.values())) > 1:
+        raise ValueError(f"config.json: {' and '.join(kinds)} have types {' and '.join(kinds.values())}")
+    scaling = spellings["rope_parameters"] or spellings["rope_scaling"]
+    base = scaling if _given(scaling, "rope_theta") else fields
+    theta = _number(base, "rope_theta", 10000.0)
+    kind = next(iter(kinds.values()), "default")
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ValueError(f"config.json: rope type {kind!r} is not supported (default and llama3 are)")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if name not in scaling]
+    missing = [name for name in names if not _given(scaling, name)]
     if missing:
         raise ValueError(f"config.json: rope type 'llama3' without {', '.join(missing)}")
-    return theta, llama3_factors(head_size, theta, **{name: scaling[name] for name in names})
+    numbers = {name: _number(scaling, name, None) for name in names}
+    if not numbers["low_freq_factor"] < numbers["high_freq_factor"]:
+        raise ValueError("config.json: rope type 'llama3' with low_freq_factor not below high_freq_factor")
+    return theta, llama3_factors(head_size, theta, **numbers)
+
+
+def _scaling(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict) or any(isinstance(part, dict) for part in value.values()):
+        raise ValueError(f"config.json: {name} = {value!r}, allowed is one object of numbers and a type")
+    return value
+
+
+def _rope_kind(name: str, scaling: dict[str, Any]) -> str:
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind is None and _given(scaling, "factor"):
+        raise ValueError(f"config.json: {name} has a factor, but no rope_type")
+    return str(kind or "default")

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -40,19 +41,22 @@ class SafetensorsFile:
 
         Args:
           name: a key of `shapes`.
-          dtype: float dtype to convert to.
+          dtype: to convert to: one of floats for a tensor of floats, of integers for one of integers.
 
         Returns:
           A new array.
 
         Raises:
-          ValueError: the tensor is not of floats, or the file ended early.
+          ValueError: the tensor is not of floats, or not of integers, as `dtype` is; or the file ended early.
         """
         entry = self._entries[name]
         stored = _DTYPES.get(entry["dtype"])
-        if stored is None:
-            known = ", ".join(_DTYPES)
-            raise ValueError(f"{self.path}: {name} has dtype {entry['dtype']}, expected one of {known}")
+        floats = jnp.issubdtype(dtype, jnp.floating)
+        if stored is None or jnp.issubdtype(stored, jnp.floating) != floats:
+            known = [key for key, kind in _DTYPES.items() if jnp.issubdtype(kind, jnp.floating) == floats]
+            raise ValueError(
+                f"{self.path}: {name} has dtype {entry['dtype']}, expected one of {', '.join(known)}"
+            )
         result = np.empty(math.prod(self.shapes[name]), dtype)
         per_block = _BLOCK // stored.itemsize
         with self.path.open("rb", buffering=0) as file:
@@ -103,7 +107,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             ends = [_checked_end(entry) for entry in entries.values()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"the header is wrong: {error}") from None
     start, needed = 8 + length, max(ends, default=0)
     if size < start + needed:
@@ -115,7 +119,8 @@ def _checked_end(entry: dict[str, Any]) -> int:
     begin, end = entry["data_offsets"]
     stored = _DTYPES.get(entry["dtype"])
     num_bytes = end - begin
-    if begin < 0 or num_bytes < 0 or not all(isinstance(size, int) and size >= 0 for size in entry["shape"]):
+    whole = all(isinstance(number, int) and number >= 0 for number in (begin, end, *entry["shape"]))
+    if not whole or num_bytes < 0:
         raise ValueError(f"offsets {begin} to {end}, shape {entry['shape']}")
     if stored is not None and num_bytes != math.prod(entry["shape"]) * stored.itemsize:
         raise ValueError(f"{num_bytes} bytes for {entry['dtype']}{entry['shape']}")

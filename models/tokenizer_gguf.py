@@ -65,7 +65,11 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=split in _LLAMA_3))
+    try:
+        model = BPE(vocabulary, merges, ignore_merges=split in _LLAMA_3)
+    except Exception as error:  # the package raises bare Exception, and TypeError
+        raise ValueError(f"GGUF metadata: tokenizer.ggml.merges do not fit the tokens ({error})") from None
+    tokenizer = tokenizers.Tokenizer(model)
     if split in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
@@ -79,7 +83,9 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         ]
     )
     if metadata.get("tokenizer.ggml.add_bos_token", split in _LLAMA_3):
-        begin = metadata["tokenizer.ggml.bos_token_id"]
+        begin = metadata.get("tokenizer.ggml.bos_token_id")
+        if begin is None or not 0 <= begin < len(tokens):
+            raise ValueError(f"GGUF metadata: tokenizer.ggml.bos_token_id = {begin!r} is no token")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[begin]} $A", special_tokens=[(tokens[begin], begin)]
         )

@@ -96,6 +96,23 @@ def test_shards_with_missing_unexpected_and_misshapen_tensors_name_them(tmp_path
     assert "model.layers.0.mlp.up_proj.weight (is (3, 3)" in str(error.value)
 
 
+def test_a_tensor_in_two_shards_is_named(tmp_path):
+    folder, places = shard("qwen2_untied", tmp_path / "m")
+    path = next(path for path in folder.glob("model-*") if path.name != places["model.norm.weight"])
+    save_file({**load_file(path), "model.norm.weight": np.zeros(96, np.float32)}, path)
+    with pytest.raises(ValueError, match=f"unexpected tensors: model.norm.weight is in {path.name}"):
+        load(folder, np.float32)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}']
+)
+def test_a_header_that_makes_no_sense_is_refused(tmp_path, header):
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(ValueError, match="the header is wrong"):
+        SafetensorsFile(tmp_path / "m.safetensors")
+
+
 @pytest.mark.parametrize(
     "places", [None, {"model.norm.weight": 3}, {"model.norm.weight": "../x.safetensors"}]
 )
@@ -291,7 +308,7 @@ def test_a_checkpoint_is_not_written_over_anything_nor_with_other_weights(tmp_pa
 
 # Orbax leaves callbacks and coroutines behind when it meets a damaged file; they are collected here.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
-@pytest.mark.parametrize("fault", ["no weights", "format", "field", "shape", "cut"])
+@pytest.mark.parametrize("fault", ["no weights", "format", "field", "value", "shape", "cut"])
 def test_a_damaged_orbax_folder_is_an_error_that_names_it(tmp_path, fault):
     folder = tmp_path / "m"
     save_checkpoint(folder, SMALL, random_weights(SMALL, 0))
@@ -304,6 +321,8 @@ def test_a_damaged_orbax_folder_is_an_error_that_names_it(tmp_path, fault):
         fields["format"], named = 99, "format 99, expected 1"
     elif fault == "field":
         fields["config"]["depth"], named = 3, "depth"
+    elif fault == "value":
+        fields["config"]["mlp_width"], named = None, "mlp_width = None"
     elif fault == "shape":
         fields["config"]["mlp_width"] = 48
     else:

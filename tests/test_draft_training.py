@@ -224,7 +224,7 @@ def _tensors(folder, change):
         (lambda folder: (folder / "draft_head.json").write_text('{"format": 2}'), "format 2, expected 1"),
         (
             lambda folder: (folder / "draft_head.json").write_text('{"format": 1}'),
-            "not a head's configuration",
+            "not a decoder's configuration",
         ),
         (
             lambda folder: _tensors(folder, lambda x: x.pop("norm.weight")),

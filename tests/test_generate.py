@@ -98,6 +98,15 @@ def test_generation_gives_transformers_tokens_and_logprobs_in_one_batch():
         assert parts[-1][1] == reply.status == LENGTH
 
 
+@pytest.mark.parametrize("token", [-1, 211])
+def test_a_prompt_with_ids_that_the_model_lacks_is_refused(token):
+    model = load(DATA / "llama_plain", np.float32)
+    with pytest.raises(
+        ValueError, match=rf"request 1: the prompt holds {token}, allowed are ids in \[0, 211\)"
+    ):
+        generate(model.config, model.weights, [Request([5], {}), Request([5, token], {})])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "widths"), [(0, ()), (1, (16,)), (17, (32,)), (512, (512,)), (600, (512, 128))]
 )

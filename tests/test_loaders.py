@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import fetch
 from models.load import load
+from models.load_gguf import decoder_config as gguf_config
 from models.load_gguf import pair_halves
 from models.load_safetensors import decoder_config, load_tensors, read_json
 from models.rope import llama3_factors
@@ -36,6 +37,14 @@ GGUF_NAMES = {
 }
 
 
+LLAMA_3 = {
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 32,
+}
+
+
 def same_weights(one, other):
     return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), one, other))
 
@@ -56,7 +65,7 @@ def interleave(rows, num_heads):
     return np.swapaxes(halves, 1, 2).reshape(rows.shape)
 
 
-def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture=None):
+def write_gguf(path, name, *, drop=(), extra=(), replaced=None, metadata=None, architecture=None):
     """The checkpoint `name` as an unquantised GGUF file with the byte tokenizer."""
     architecture = architecture or name[:5]  # the names begin with llama, qwen2 or qwen3
     config = decoder_config(read_json(DATA / name / "config.json"))
@@ -89,7 +98,7 @@ def write_gguf(path, name, *, drop=(), extra=(), metadata=None, architecture=Non
             tensors[f"{GGUF_NAMES[stem]}.{kind}"] = values
     if config.rope_factors is not None:
         tensors["rope_freqs.weight"] = np.array(config.rope_factors, np.float32)
-    for key, values in tensors.items():
+    for key, values in {**tensors, **(replaced or {})}.items():
         if key not in drop:
             writer.add_tensor(key, values)
     writer.write_header_to_file()
@@ -133,12 +142,36 @@ def test_llama3_scaling_is_read_in_both_spellings():
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA_3, "factor": None}}, "without factor"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA_3, "factor": "8"}}, "factor = '8'"),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA_3, "low_freq_factor": 4}}, "low_freq_factor"),
+        ({"rope_parameters": "default"}, "rope_parameters = 'default'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = "),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "default and yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"factor": 4.0}}, "no rope_type"),
+        ({"rope_parameters": None, "rope_theta": "x"}, "rope_theta = 'x'"),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta = 0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_size": "96"}, "hidden_size = '96'"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
+        ({"num_key_value_heads": 4}, "6 query heads"),
+        ({"head_dim": 15}, "size 15"),
+        ({"max_position_embeddings": True}, "max_position_embeddings = True"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
     ],
 )
 def test_configurations_that_are_not_supported_are_refused_by_name(change, named):
     fields = {**read_json(DATA / "llama_plain" / "config.json"), **change}
     with pytest.raises(ValueError, match=named):
         decoder_config(fields)
+
+
+def test_null_in_a_configuration_is_a_field_left_out():
+    fields = read_json(DATA / "llama_plain" / "config.json")
+    optional = ("hidden_act", "mlp_bias", "attention_bias", "use_sliding_window", "tie_word_embeddings")
+    assert decoder_config({**fields, **dict.fromkeys(optional)}) == decoder_config(fields)
 
 
 def test_tensors_are_named_when_missing_unexpected_or_misshapen(tmp_path):
@@ -176,6 +209,12 @@ def test_weights_take_the_dtype_asked_for(tmp_path):
     low = load(DATA / "llama_plain", jax.numpy.bfloat16).weights
     high = load(DATA / "llama_plain", np.float32).weights
     assert same_weights(low, jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), high))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bf16"])
+def test_weights_of_another_dtype_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"dtype is '{dtype}'"):
+        load(DATA / "llama_plain", dtype)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 2000, -7])
@@ -291,6 +330,76 @@ def test_gguf_tensors_are_named_when_missing_or_unexpected(tmp_path):
         load(path, np.float32)
     assert "missing tensors: blk.1.ffn_up.weight" in str(error.value)
     assert "unexpected tensors: blk.0.attn_sinks.weight" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("rope.scaling.factor", 4.0, "rope.scaling.factor"),  # linear scaling, though nothing says so
+        ("rope.scale_linear", 4.0, "rope.scale_linear"),
+        ("rope.dimension_count", 8, "rope.dimension_count"),
+        ("attention.head_count", 0, "head_count = 0"),
+        ("attention.head_count", "6", "head_count = '6'"),
+        ("attention.head_count_kv", [2, 2], "head_count_kv = "),  # one number a layer
+        ("attention.head_count_kv", 4, "6 query heads"),
+        ("feed_forward_length", None, "feed_forward_length"),
+        ("rope.freq_base", 0.0, "rope.freq_base = 0"),
+        ("logit_scale", 0.0, "logit_scale = 0"),
+        ("final_logit_softcapping", 0.0, "final_logit_softcapping = 0"),
+    ],
+)
+def test_gguf_metadata_that_are_not_supported_are_refused_by_name(key, value, named):
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 64,
+        "llama.embedding_length": 96,
+        "llama.feed_forward_length": 128,
+        "llama.attention.head_count": 6,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    shapes = {"token_embd.weight": (211, 96)}
+    assert gguf_config(metadata, shapes, None).num_kv_heads == 2
+    changed = {**metadata, f"llama.{key}": value}
+    if value is None:
+        del changed[f"llama.{key}"]
+    with pytest.raises(ValueError, match=named):
+        gguf_config(changed, shapes, None)
+    with pytest.raises(ValueError, match="several files"):
+        gguf_config({**metadata, "split.count": 2}, shapes, None)
+    with pytest.raises(ValueError, match="3 divisors"):
+        gguf_config(metadata, shapes, (1.0, 1.0, 1.0))
+
+
+def test_a_bias_missing_from_a_qwen2_gguf_file_is_named(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", "qwen2_untied", drop=["blk.0.attn_q.bias"])
+    with pytest.raises(ValueError, match=r"missing tensors: blk\.0\.attn_q\.bias$"):
+        load(path, np.float32)
+
+
+def test_a_gguf_tensor_of_another_type_is_named(tmp_path):
+    extra = {"output_norm.weight": np.ones(96, np.int32)}
+    path = write_gguf(tmp_path / "m.gguf", "llama_plain", replaced=extra)
+    with pytest.raises(ValueError, match=r"output_norm\.weight is of type I32"):
+        load(path, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"tokenizer.ggml.merges": ["q r"]}, "merges"), ({"tokenizer.ggml.merges": ["qr"]}, "merges")]
+    + [({"tokenizer.ggml.bos_token_id": begin}, "bos_token_id") for begin in (9, None)],
+)
+def test_a_gguf_tokenizer_that_contradicts_itself_is_refused(change, named):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": ["a", "b"],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    tokenizer_from_gguf(metadata)
+    with pytest.raises(ValueError, match=named):
+        tokenizer_from_gguf({**metadata, **change})
 
 
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):

@@ -144,6 +144,25 @@ def test_gguf_tokenizers_of_another_kind_are_refused_by_name(key, value):
         text_from_gguf(gguf_metadata(**{key: value}))
 
 
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ([{"name": "default", "template": "one"}, {"name": "tools", "template": "two"}], "one"),
+        ([{"name": "tools", "template": "two"}, "three"], None),
+        ([{"name": "default"}], None),
+        ({"default": "one"}, ValueError),
+    ],
+)
+def test_a_folder_may_hold_several_templates(tmp_path, template, wanted):
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    if wanted is ValueError:
+        with pytest.raises(ValueError, match="chat_template"):
+            text_from_folder(tmp_path, {})
+    else:
+        assert text_from_folder(tmp_path, {}).chat_template == wanted
+
+
 def test_a_folder_gives_tokenizer_template_and_end_tokens(tmp_path):
     assert text_from_folder(tmp_path, {}) is None
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -157,6 +176,10 @@ def test_a_folder_gives_tokenizer_template_and_end_tokens(tmp_path):
     assert text.render([]) == "<end>"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert text_from_folder(tmp_path, {}).render([]) == "file"
+    for token in ("7", True, [7]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
+        with pytest.raises(ValueError, match="eos_token_id holds"):
+            text_from_folder(tmp_path, {})
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         text_from_folder(tmp_path, {})
