@@ -20,6 +20,7 @@ from models.placement import weight_shardings
 from models.text import Text
 
 CONFIG, WEIGHTS, TOKENIZER, TEXT = "decoder.json", "weights", "tokenizer.json", "text.json"
+_LARGE_SHARE = 0.05  # of all weights, from which an array is restored alone
 _CHUNK_BYTES = 2**20  # of an array on a disk, at most
 _FORMAT = 1  # raised when a folder can no longer be read by older code
 
@@ -117,16 +118,28 @@ def restore(folder: pathlib.Path, shapes: Any, dtype: Any, shardings: Any = None
     wanted = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place), shapes, shardings
     )
-    # As much as the largest array is read at a time: beside the weights nothing else is held.
-    most = max(leaf.size * max(jnp.dtype(dtype).itemsize, 4) for leaf in jax.tree.leaves(wanted))
-    context = ocp.Context()
-    context.memory.read_concurrent_bytes = most + 1  # the limit itself is too much
+    leaves, treedef = jax.tree.flatten(wanted)
+    sizes = [leaf.size * max(jnp.dtype(dtype).itemsize, 4) for leaf in leaves]
+    # Large arrays come one by one, while there is room for what is read of them beside the weights; of the
+    # others as much as the largest is read at a time.
+    large = [index for index, size in enumerate(sizes) if size > sum(sizes) * _LARGE_SHARE]
+    groups = [{index} for index in sorted(large, key=lambda index: -sizes[index])]
+    groups.append(set(range(len(leaves))) - set(large))
+    restored: list[Any] = [None] * len(leaves)
     try:
-        with context:
-            return ocp.load(folder, wanted)
+        for group in filter(None, groups):
+            context = ocp.Context()
+            most = max(sizes[index] for index in group)
+            context.memory.read_concurrent_bytes = most + 1  # the limit itself is too much
+            asked = [leaf if index in group else ... for index, leaf in enumerate(leaves)]
+            with context:
+                found = treedef.flatten_up_to(ocp.load(folder, treedef.unflatten(asked)))
+            for index in group:
+                restored[index] = found[index]
     except Exception as error:  # Orbax and its storage layer raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{folder}: cannot be restored ({reason})") from error
+    return treedef.unflatten(restored)
 
 
 def _text(folder: pathlib.Path) -> Text | None:

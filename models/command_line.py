@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsample.guidance_rows import CONSTRAINTS, LENGTH_MODES, MODES
+from models.decoder import DecoderConfig
 from models.draft_head import join_base
 from models.fetch import cache_folder, fetch_smollm2
 from models.guiding import WORDS, fit_vocabulary
@@ -22,6 +23,7 @@ from models.joining import join_for_kernels
 from models.json_fields import PARAMS
 from models.load import LoadedModel, load
 from models.load_draft import load_draft_head
+from models.load_safetensors import decoder_config, read_json
 from models.load_value import ValueModel, load_value_model
 from models.placement import weight_shardings
 from models.presets import PRESETS, preset
@@ -47,7 +49,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     flags = parser.add_argument_group("model")
     flags.add_argument("--model", type=pathlib.Path, metavar="PATH", help="model folder or GGUF file")
     flags.add_argument(
-        "--random-weights", metavar="NAME", help=f"shapes of {', '.join(PRESETS)}; implies --token-ids"
+        "--random-weights",
+        metavar="NAME|PATH",
+        help=f"shapes of {', '.join(PRESETS)}, or of a config.json; implies --token-ids",
     )
     flags.add_argument("--token-ids", action="store_true", help="prompts and replies are token ids")
     flags.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
@@ -181,7 +185,7 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
     if options.random_weights is not None:
         if options.model is not None:
             raise ValueError("--model and --random-weights name two models, give one of them")
-        config = preset(options.random_weights)
+        config = named_config(options.random_weights)
         weights = jax.block_until_ready(random_weights(config, 0, dtype, weight_shardings(config, mesh)))
         config, weights = join_for_kernels(config, weights, mesh)
         return LoadedModel(config, weights, TokenIds(config.vocab_size))
@@ -192,6 +196,18 @@ def load_model(options: argparse.Namespace, mesh: Mesh | None = None) -> LoadedM
     if model.text is None:
         raise ValueError(f"{path}: no tokenizer.json; with --token-ids prompts are token ids")
     return model
+
+
+def named_config(name: str) -> DecoderConfig:
+    """The configuration that --random-weights names: one of `PRESETS`, a config.json, or a folder with one.
+
+    Raises:
+      ValueError: an unknown name, or a file that `decoder_config` refuses.
+    """
+    path = pathlib.Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    return decoder_config(read_json(path)) if path.is_file() else preset(name.lower())
 
 
 def _joined(model: LoadedModel, mesh: Mesh | None = None) -> LoadedModel:

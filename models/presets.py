@@ -118,5 +118,7 @@ def preset(name: str) -> DecoderConfig:
       ValueError: an unknown name; the message lists all.
     """
     if name not in PRESETS:
-        raise ValueError(f"no shapes are known for {name!r}; they are for {', '.join(PRESETS)}")
+        raise ValueError(
+            f"no shapes are known for {name!r}; they are for {', '.join(PRESETS)}, and for any config.json"
+        )
     return PRESETS[name]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxsample import LENGTH, finish_reason
+from models import command_line
 from models.generation import Request, generate
 from models.load import load
 from models.presets import PRESETS
@@ -285,6 +286,16 @@ def test_what_is_no_token_id_is_one_line_and_exit_code_2(capsys, arguments, name
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert named in error
+
+
+def test_random_weights_have_the_shapes_of_a_name_or_of_a_config(tmp_path):
+    folder = DATA / "qwen3_tied"
+    assert command_line.named_config("Qwen2.5-7B") is PRESETS["qwen2.5-7b"]
+    assert command_line.named_config(str(folder)) == load(folder, np.float32).config
+    assert command_line.named_config(str(folder / "config.json")) == load(folder, np.float32).config
+    for name in ("qwen9", str(tmp_path / "config.json")):
+        with pytest.raises(ValueError, match=f"no shapes are known for '{name}'; .* any config.json"):
+            command_line.named_config(name)
 
 
 @pytest.mark.large

@@ -302,7 +302,7 @@ def test_what_the_kernels_are_made_for():
 
 def test_models_of_scripts_have_joined_projections_where_kernels_are_used(monkeypatch):
     config = dataclasses.replace(PRESETS["smollm2-135m"], num_layers=1, vocab_size=64)
-    monkeypatch.setattr(command_line, "preset", lambda name: config)
+    monkeypatch.setattr(command_line, "named_config", lambda name: config)
     options = argparse.Namespace(
         model=None, random_weights="smollm2-135m", dtype="float32", token_ids=True, mesh=None
     )
