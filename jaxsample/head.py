@@ -69,7 +69,11 @@ def head_logits(hidden, weight, head: Head, product: str = "bw,nw->bn"):
       hidden: float [B, W]. weight: float [n, W]. head: Head, of which the scale and the cap are looked at.
       product: as `jnp.einsum` writes it.
     """
-    logits = jnp.einsum(product, hidden.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    # A GPU's default for float32 would round the factors to ten bits.
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    logits = jnp.einsum(
+        product, hidden.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32
+    )
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale
     if head.softcap is not None:
