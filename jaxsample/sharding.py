@@ -258,9 +258,16 @@ def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
         raise ValueError(f"{num_rows} rows on {size} devices along {batch_axis!r}: they must divide")
 
 
-def pad_columns(x, num_shards: int):
-    """[..., V] with V padded to whole tiles on each of P shards, where P does not divide it."""
+def pad_columns(x, num_shards: int, vocab_size: int = 0):
+    """[..., V] with V padded to whole tiles on each of P shards, where P does not divide it.
+
+    Fewer than vocab_size columns are refused: padding would pass for tokens.
+    """
     x = jnp.asarray(x)
+    if x.shape[-1] < vocab_size:
+        raise ValueError(
+            f"logits have {x.shape[-1]} columns, expected at least limits.vocab_size = {vocab_size}"
+        )
     missing = -x.shape[-1] % (TILE * num_shards) if x.shape[-1] % num_shards else 0
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
