@@ -34,7 +34,7 @@ from jaxsample.propose import Proposer
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
 from jaxsample.sample import Sampled
-from jaxsample.sharding import Axis, axis_size, keep_layout, map_rows, pad_columns
+from jaxsample.sharding import Axis, axis_size, check_axes, check_rows, keep_layout, map_rows, pad_columns
 from jaxsample.target import Target
 from jaxsample.verify import Verdict, accept_matching, verify_match
 
@@ -267,7 +267,7 @@ def step_parts(
         with jax.named_scope("unembed"):
             logits = unembed(weights, hidden)
         if mesh is not None:  # a program that ends here leaves columns that the devices divide
-            logits = pad_columns(logits, axis_size(mesh, axis or ()))
+            logits = pad_columns(logits, axis_size(mesh, axis or ()), limits.vocab_size)
         return hidden, staged, logits
 
     def judge(logits, requests: Requests, draft, allowed, transform_args):
@@ -295,6 +295,8 @@ def step_parts(
         if allowed is not None or transform_args:
             raise ValueError("draw is given, and with it neither masks nor arguments of transforms")
         options = dict(limits=limits, features=features, mesh=mesh, axis=axis, batch_axis=batch_axis)
+        if mesh is not None:  # nodes may be divided where rows are not
+            check_rows(mesh, draft.tokens.shape[0], batch_axis)
         with jax.named_scope("sample"):
             params, position = plain_rows(requests.params, requests.length + 1, tree)
             sampled = draw(logits.reshape(-1, logits.shape[-1]), params, position, **options)
@@ -340,6 +342,8 @@ def step_parts(
             f"{features.tier!r}; it serves verify_match, needs an axis, and tier 'plain' or 'filtered'"
         )
     else:
+        if mesh is not None:
+            check_axes(mesh, axis, batch_axis)
         judge_rows = judge_draw
 
     def tail(weights, requests: Requests, cache, drafted, ahead, allowed, transform_args):

@@ -19,12 +19,13 @@ from jaxsample.candidates import first_of_shards, first_tokens, merge, sum_tiles
 from jaxsample.draw import draw_candidates, first_scored
 from jaxsample.logprobs import Logprobs, first_processed, limit_top
 from jaxsample.params import PAD, TILE, Features, Limits, SamplingParams
-from jaxsample.sample import Sampled
+from jaxsample.sample import Sampled, check_given
 from jaxsample.shaping import divide, keeps_scale
 from jaxsample.sharding import (
     Axis,
     axis_names,
     axis_size,
+    check_axes,
     check_rows,
     join_batch,
     over_mesh,
@@ -73,13 +74,15 @@ def sample_by_exchange(
     params = jax.tree.map(jnp.asarray, params)
     body = functools.partial(_on_shard, axes=axes, vocab_size=limits.vocab_size, features=features)
     num_shards = jax.lax.axis_size(axes) if mesh is None else axis_size(mesh, axes)
-    width = logits.shape[1] * (num_shards if mesh is None else 1)
-    if width < limits.vocab_size:
-        raise ValueError(f"logits have {width} columns, expected at least {limits.vocab_size}")
+    width = logits.shape[-1] * (num_shards if mesh is None else 1)
+    check_given(logits, width, params, position, None, None, None, None, limits)
     if mesh is None:
+        if batch_axes:
+            raise ValueError(f"batch_axis is {batch_axis!r}, but in a shard_map rows are split already")
         if logits.shape[1] % TILE:
             raise ValueError(f"logits have {logits.shape[1]} columns a device, expected a multiple of {TILE}")
         return body(logits, params, position)
+    check_axes(mesh, axis, batch_axis)
     check_rows(mesh, logits.shape[0], batch_axes)
     logits = jnp.pad(logits, ((0, 0), (0, -width % (TILE * num_shards))))
     rows = PartitionSpec(batch_axes)

@@ -21,7 +21,7 @@ from jaxsample.history import History
 from jaxsample.logprobs import Logprobs, limit_top
 from jaxsample.params import MAX_SERVED_TOP_K, PAD, Features, Limits, SamplingParams, StopRule
 from jaxsample.sample import Sampled, sample
-from jaxsample.sharding import Axis, axis_names, axis_size, check_rows, over_mesh
+from jaxsample.sharding import Axis, axis_names, axis_size, check_axes, check_rows, over_mesh
 from jaxsample.truncation import cut_candidates, effective_top_k, is_filtered, is_greedy, is_kept
 
 # A crossing so close to top_p is left to the row's logits: a sum by lanes, whose roundings grow with the
@@ -103,6 +103,7 @@ def over_head(
             f"the head has {weight.shape[0]} rows, expected a multiple of {SHARD_UNIT} on each of "
             f"{num_shards} devices: pad it with zeros"
         )
+    check_axes(mesh, axis, batch_axis)
     check_rows(mesh, rows[0].shape[0], batch_axes)
     by_row = PartitionSpec(batch_axes)
     in_specs = (PartitionSpec(axes), jax.tree.map(lambda _: by_row, rows))

@@ -25,7 +25,7 @@ from jaxsample.lossless import by_node
 from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import PAD, Features, Limits
 from jaxsample.requests import Requests
-from jaxsample.sharding import Axis, map_rows
+from jaxsample.sharding import Axis, axis_size, map_rows, pad_columns
 from jaxsample.target import Target, law_of
 from jaxsample.truncation import is_greedy, kept
 from jaxsample.verify import Verdict
@@ -192,7 +192,10 @@ def model_proposer(
             width = max(len(tree.children[node]) for node in inner)
             rows = functools.partial(draw_level, level=level, inner=inner, width=width)
             rows = map_rows(rows, mesh, axis, batch_axis)
-            chosen, law = rows(unembed(weights, hidden), requests, tokens[:, : level.num_nodes])
+            logits = unembed(weights, hidden)
+            if mesh is not None:
+                logits = pad_columns(logits, axis_size(mesh, axis or ()), limits.vocab_size)
+            chosen, law = rows(logits, requests, tokens[:, : level.num_nodes])
             for order, node in enumerate(inner):
                 for place, child in enumerate(tree.children[node]):
                     tokens = tokens.at[:, child].set(chosen[:, order, place])

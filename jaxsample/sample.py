@@ -83,7 +83,7 @@ def sample(
         width *= jax.lax.axis_size(axis_names(axis))
     limits = Limits(width) if limits is None else limits
     features = Features() if features is None else features
-    _check(logits, width, params, position, stop, history, allowed, noise, limits)
+    check_given(logits, width, params, position, stop, history, allowed, noise, limits)
 
     def rows(logits, params, position, stop, history, allowed, transform_args, noise):
         shaped = shape(
@@ -105,7 +105,8 @@ def sample(
     return mapped(logits, params, position, stop, history, allowed, transform_args, noise)[0]
 
 
-def _check(logits, width, params, position, stop, history, allowed, noise, limits):
+def check_given(logits, width, params, position, stop, history, allowed, noise, limits: Limits) -> None:
+    """Refuse logits of another kind or width than `sample` takes, and rows that do not fit them."""
     if logits.ndim != 2 or logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"logits are {logits.dtype}{list(logits.shape)}, expected float32, bfloat16 or float16 [B, V]"

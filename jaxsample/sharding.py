@@ -68,10 +68,8 @@ def map_rows(
         if batch_axes:
             raise ValueError(f"batch_axis is {batch_axis!r}, but in a shard_map rows are split already")
         return body
-    num_shards = axis_size(mesh, axes)
-    num_batches = axis_size(mesh, batch_axes)
-    if set(axes) & set(batch_axes) or len({*axes, *batch_axes}) < len(axes) + len(batch_axes):
-        raise ValueError(f"axis is {axis!r} and batch_axis {batch_axis!r}: an axis may occur only once")
+    check_axes(mesh, axis, batch_axis)
+    num_shards, num_batches = axis_size(mesh, axes), axis_size(mesh, batch_axes)
 
     def mapped(split, *by_row):
         num_rows = jax.tree.leaves(split)[0].shape[0]
@@ -221,8 +219,16 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """The names of one axis or of several."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+    """The names of one axis or of several.
+
+    Raises:
+      ValueError: what is neither.
+    """
+    if isinstance(axis, str):
+        return (axis,)
+    if not isinstance(axis, (tuple, list)):
+        raise ValueError(f"an axis is {axis!r}, expected the name of one or a tuple of names")
+    return tuple(axis)
 
 
 def axis_size(mesh: Any, axis: Axis) -> int:
@@ -237,6 +243,14 @@ def axis_size(mesh: Any, axis: Axis) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
+def check_axes(mesh: Any, axis: Axis, batch_axis: Axis) -> None:
+    """Refuse axes that the mesh does not have, and one that is named twice."""
+    names = (*axis_names(axis), *axis_names(batch_axis))
+    axis_size(mesh, names)
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis is {axis!r} and batch_axis {batch_axis!r}: an axis may occur only once")
+
+
 def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
     """Refuse rows that the devices along batch_axis do not divide."""
     size = axis_size(mesh, batch_axis)
@@ -244,9 +258,16 @@ def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
         raise ValueError(f"{num_rows} rows on {size} devices along {batch_axis!r}: they must divide")
 
 
-def pad_columns(x, num_shards: int):
-    """[..., V] with V padded to whole tiles on each of P shards, where P does not divide it."""
+def pad_columns(x, num_shards: int, vocab_size: int = 0):
+    """[..., V] with V padded to whole tiles on each of P shards, where P does not divide it.
+
+    Fewer than vocab_size columns are refused: padding would pass for tokens.
+    """
     x = jnp.asarray(x)
+    if x.shape[-1] < vocab_size:
+        raise ValueError(
+            f"logits have {x.shape[-1]} columns, expected at least limits.vocab_size = {vocab_size}"
+        )
     missing = -x.shape[-1] % (TILE * num_shards) if x.shape[-1] % num_shards else 0
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
@@ -271,7 +292,11 @@ def _on_shard(fn, axes, join_axes, split, *by_row):
 def _in_context(mesh):
     """The mesh as the surrounding code sees it: inside `keep_layout` its axes are Auto."""
     context = jax.sharding.get_abstract_mesh()
-    return context if context.axis_names == mesh.axis_names else mesh
+    if context.axis_names != mesh.axis_names:
+        return mesh
+    if context.shape != mesh.shape:
+        raise ValueError(f"the mesh has axes {_mesh_names(mesh)}, that of the context {_mesh_names(context)}")
+    return context
 
 
 def _is_spec(value) -> bool:

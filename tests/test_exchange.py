@@ -16,7 +16,7 @@ from jaxsample.params import Features, Limits
 from jaxsample.sample import sample
 from tests import mixes
 from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
-from tests.test_sharded_sample import LIMITS, PROGRAMS, WIDTH, alone, arguments, rows_of
+from tests.test_sharded_sample import LIMITS, PROGRAMS, alone, arguments, rows_of
 
 SERVED = PROGRAMS["served"]
 run = jax.jit(sample_by_exchange, static_argnames=("limits", "features", "mesh", "axis", "batch_axis"))
@@ -100,5 +100,48 @@ def test_programs_that_need_whole_rows_are_refused():
     options = dict(features=SERVED, mesh=mesh_of(data=3, x=2), axis="x", batch_axis="data")
     with pytest.raises(ValueError, match=r"64 rows on 3 devices along \('data',\)"):
         sample_by_exchange(*given, limits=LIMITS, **options)
-    with pytest.raises(ValueError, match=re.escape(f"logits have {WIDTH} columns, expected at least 2000")):
+    with pytest.raises(
+        ValueError, match=re.escape("logits have 1024 columns, expected at least limits.vocab_size = 2000")
+    ):
         sample_by_exchange(*given, limits=Limits(2000), features=SERVED, mesh=mesh_of(x=2), axis="x")
+
+
+WRONG = [
+    (dict(axis=None), "an axis is None, expected the name of one or a tuple of names"),
+    (dict(axis="a", batch_axis="a"), "axis is 'a' and batch_axis 'a': an axis may occur only once"),
+    (dict(mesh=None, batch_axis="b"), "batch_axis is 'b', but in a shard_map rows are split already"),
+]
+
+
+@pytest.mark.parametrize(("placed", "message"), WRONG)
+def test_axes_that_do_not_fit_are_refused(placed, message):
+    given = rows_of(arguments("plain")[0], slice(8))
+    mesh = mesh_of(a=2, b=2)
+    call = functools.partial(sample_by_exchange, limits=LIMITS, features=SERVED, mesh=mesh, axis="a")
+    call = functools.partial(call, **placed)
+    if "mesh" in placed:
+        call = jax.shard_map(call, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(*given)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda logits, params, at: (logits[:, :999], params, at), "logits have 999 columns, expected at"),
+        (lambda logits, params, at: (logits[0], params, at), "logits are float32[1024], expected float32"),
+        (lambda logits, params, at: (logits.view(np.int32), params, at), "logits are int32[8, 1024]"),
+        (lambda *rows: rows_of(rows, slice(0)), "logits have no rows, expected at least one"),
+        (lambda logits, params, at: (logits, params, at[:1]), "position is int32[1], expected int32[8]"),
+        (
+            lambda logits, params, at: (logits, rows_of(params, slice(1)), at),
+            "params.temperature has shape [1]",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_as_by_sample(edit, message):
+    given = edit(*rows_of(arguments("plain")[0], slice(8)))
+    options = dict(limits=LIMITS, features=SERVED, mesh=mesh_of(x=2), axis="x")
+    for function in (sample, sample_by_exchange):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(*given, **options)

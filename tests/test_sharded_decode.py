@@ -289,3 +289,44 @@ def test_a_batch_the_mesh_does_not_divide_is_refused():
     step = js.make_decode_step(lookup_forward, unembed, limits=LIMITS, features=SERVED, **placed)
     with pytest.raises(ValueError, match=r"8 rows on 3 devices along \('data',\)"):
         step.lower(WEIGHTS, *admitted(PLAIN_REQUESTS))
+
+
+@pytest.mark.parametrize("draw", [None, js.sample_by_exchange])
+def test_a_head_narrower_than_the_vocabulary_is_refused_on_a_mesh_too(draw):
+    narrow = lambda weights, hidden: unembed(weights, hidden)[..., : V - 1]
+    placed = dict(mesh=mesh_of(x=3), axis="x", draw=draw)
+    for given in ({}, placed):
+        step = js.make_decode_step(lookup_forward, narrow, limits=LIMITS, features=SERVED, **given)
+        with pytest.raises(
+            ValueError, match=r"logits have 210 columns, expected at least limits\.vocab_size = 211"
+        ):
+            step.lower(WEIGHTS, *admitted(PLAIN_REQUESTS))
+
+
+@pytest.mark.parametrize("placed", [{}, dict(mesh=mesh_of(x=3), axis="x")])
+def test_a_draft_model_narrower_than_the_vocabulary_is_refused_on_a_mesh_too(placed):
+    narrow = lambda weights, hidden: unembed(weights, hidden)[..., : V - 1]
+    proposer = js.model_proposer(
+        lookup_forward,
+        narrow,
+        js.chain(1),
+        limits=LIMITS,
+        features=SERVED,
+        pick=js.draw_proposals(rng.DRAFT),
+        **placed,
+    )
+    requests, cache = admitted(PLAIN_REQUESTS)
+    with pytest.raises(ValueError, match="logits have 210 columns"):
+        proposer.propose(WEIGHTS, cache, requests)
+
+
+def test_the_rows_of_drafts_are_refused_by_their_own_number_not_that_of_nodes():
+    placed = dict(mesh=mesh_of(data=3, tensor=2), axis="tensor", draw=js.sample_by_exchange)
+    given = dict(limits=LIMITS, features=SERVED, proposer=js.ngram_proposer(js.chain(2)), **placed)
+    step = js.make_decode_step(lookup_forward, unembed, **given, batch_axis="data")
+    requests, cache = admitted(PLAIN_REQUESTS)
+    with pytest.raises(ValueError, match=r"8 rows on 3 devices along 'data'"):
+        step.lower((WEIGHTS, ()), requests, (cache, ()))
+    for wrong, message in (("rows", "the mesh has no axis 'rows'"), ("tensor", "may occur only once")):
+        with pytest.raises(ValueError, match=message):
+            js.make_decode_step(lookup_forward, unembed, **given, batch_axis=wrong)

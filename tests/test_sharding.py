@@ -180,3 +180,17 @@ def test_arrays_of_other_numbers_of_rows_are_refused():
     x, rows = batch(6, 8)
     with pytest.raises(ValueError, match=r"an array has 5 rows, expected 6, or 2 on each device"):
         map_rows(summed, mesh_of(x=4), "x")(x, rows["u32"][:5])
+
+
+def test_a_mesh_in_context_with_the_same_names_and_other_sizes_is_refused():
+    mapped = map_rows(lambda x, row: (x.sum(axis=1), row), mesh_of(x=2), "x")
+    with (
+        jax.set_mesh(mesh_of(x=4)),
+        pytest.raises(ValueError, match="the mesh has axes x=2, that of the context x=4"),
+    ):
+        mapped(np.zeros((4, 256), np.float32), np.zeros(4, np.int32))
+
+
+def test_an_axis_of_no_name_is_refused():
+    with pytest.raises(ValueError, match="an axis is None, expected the name of one"):
+        map_rows(lambda x: (x, ()), mesh_of(x=2), "x", batch_axis=None)
