@@ -43,13 +43,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
     Raises:
       ValueError: other words.
     """
-    sizes = {DATA: 1, TENSOR: 1}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         found = re.fullmatch(r"(\w+)=([1-9]\d*)", part.strip())
-        if not found or found[1] not in sizes:
+        if not found or found[1] not in (DATA, TENSOR) or found[1] in sizes:
             raise ValueError(f"mesh is {text!r}, expected data=D,tensor=P with sizes from 1")
         sizes[found[1]] = int(found[2])
-    return sizes
+    return {DATA: 1, TENSOR: 1} | sizes
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:

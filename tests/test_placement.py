@@ -223,6 +223,7 @@ def test_the_command_line_refuses_a_mesh_before_it_loads_a_model(capsys):
     ("text", "message"),
     [
         ("data=2,model=3", "mesh is 'data=2,model=3', expected data=D,tensor=P with sizes from 1"),
+        ("data=2,data=4", "mesh is 'data=2,data=4', expected data=D,tensor=P with sizes from 1"),
         ("tensor=0", "mesh is 'tensor=0', expected"),
         ("tensor", "mesh is 'tensor', expected"),
         ("data=3,tensor=3", "mesh data=3,tensor=3 needs 9 devices, there are 8"),
