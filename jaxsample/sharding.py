@@ -257,8 +257,8 @@ def check_axes(mesh: Any, axis: Axis, batch_axis: Axis) -> None:
 
 
 def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
-    """Refuse rows that the devices along batch_axis do not divide."""
-    size = axis_size(mesh, batch_axis)
+    """Refuse rows that the devices along batch_axis do not divide; without a mesh none are refused."""
+    size = 1 if mesh is None else axis_size(mesh, batch_axis)
     if num_rows == 0:
         raise ValueError("there are no rows, expected at least one")
     if num_rows % size:
