@@ -295,9 +295,8 @@ def step_parts(
         if allowed is not None or transform_args:
             raise ValueError("draw is given, and with it neither masks nor arguments of transforms")
         options = dict(limits=limits, features=features, mesh=mesh, axis=axis, batch_axis=batch_axis)
-        if mesh is not None:  # nodes may be divided where rows are not
-            check_rows(mesh, draft.tokens.shape[0], batch_axis)
         with jax.named_scope("sample"):
+            check_rows(mesh, draft.tokens.shape[0], batch_axis)  # nodes may be divided where rows are not
             params, position = plain_rows(requests.params, requests.length + 1, tree)
             sampled = draw(logits.reshape(-1, logits.shape[-1]), params, position, **options)
             if join_axis:  # else a compiler may split histories like the tokens, and join them again

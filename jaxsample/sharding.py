@@ -141,6 +141,11 @@ def join_batch(tree: Any, axis: Axis, num_rows: int, join_axis: Axis = ()):
 def over_mesh(body: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`body` as a shard_map that takes arrays split in any way, on Auto and on Explicit axes."""
     mesh = _in_context(mesh)
+    specs = jax.tree.leaves((in_specs, out_specs), is_leaf=_is_spec)
+    named = {name for spec in specs for entry in spec for name in axis_names(entry or ())}
+    manual = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
+    if named & set(manual):
+        raise ValueError(f"a mesh is given in a shard_map over its axes {manual}: give the axis and no mesh")
     # Results that all devices compute alike are not proved alike: functions of the caller's run in here. The
     # jit is for callers without one: an operation at a time on all devices takes minutes.
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
@@ -252,8 +257,10 @@ def check_axes(mesh: Any, axis: Axis, batch_axis: Axis) -> None:
 
 
 def check_rows(mesh: Any, num_rows: int, batch_axis: Axis) -> None:
-    """Refuse rows that the devices along batch_axis do not divide."""
-    size = axis_size(mesh, batch_axis)
+    """Refuse rows that the devices along batch_axis do not divide; without a mesh none are refused."""
+    size = 1 if mesh is None else axis_size(mesh, batch_axis)
+    if num_rows == 0:
+        raise ValueError("there are no rows, expected at least one")
     if num_rows % size:
         raise ValueError(f"{num_rows} rows on {size} devices along {batch_axis!r}: they must divide")
 

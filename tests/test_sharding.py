@@ -194,3 +194,23 @@ def test_a_mesh_in_context_with_the_same_names_and_other_sizes_is_refused():
 def test_an_axis_of_no_name_is_refused():
     with pytest.raises(ValueError, match="an axis is None, expected the name of one"):
         map_rows(lambda x: (x, ()), mesh_of(x=2), "x", batch_axis=None)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_mesh_given_in_a_shard_map_over_its_axis_is_refused_and_over_another_is_not(kind):
+    mesh = mesh_of(kind, data=2, x=2)
+    mapped = map_rows(lambda x, row: ((x.sum(axis=1), row), ()), mesh, "x")
+    rows = PartitionSpec("data")
+    given = jax.device_put(
+        (np.ones((4, 256), np.float32), np.arange(4, dtype=np.int32)), NamedSharding(mesh, rows)
+    )
+    inside = functools.partial(jax.shard_map, lambda x, row: mapped(x, row)[0], mesh=mesh, in_specs=rows)
+    with pytest.raises(ValueError, match=r"a mesh is given in a shard_map over its axes \['data', 'x'\]"):
+        jax.jit(inside(out_specs=rows))(*given)
+    found = jax.jit(inside(out_specs=rows, axis_names={"data"}))(*given)
+    assert_same_bits(found, (np.full(4, 256, np.float32), np.arange(4, dtype=np.int32)))
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(ValueError, match="there are no rows"):
+        map_rows(lambda x: (x, ()), mesh_of(x=2), "x")(np.zeros((0, 256), np.float32))
