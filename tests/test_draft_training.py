@@ -136,7 +136,7 @@ def test_aims_out_of_range_are_refused(wrong, named):
         Aims(**wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_head_learns_what_its_base_says(base):
     config = head_config(BASE)
     head = fill_randomly(head_shapes(config), 5, jnp.float32)

@@ -160,6 +160,7 @@ def test_a_row_behind_waits_and_the_others_do_not():
     assert counts[:4, 1].tolist() == [0, 0, 0, 1] and counts[0, 2] == 1
 
 
+@pytest.mark.large
 def test_drafts_leave_the_text_as_it_is_and_filled_caches_need_no_chunk():
     chosen = [0, 1, 2, 5]
     step = step_of(proposer=js.ngram_proposer(js.chain(2), max_ngram=1))

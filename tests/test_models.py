@@ -102,7 +102,9 @@ def test_logits_and_hidden_states_equal_transformers(name):
         assert np.abs(np.asarray(actual) - wanted).max() <= tolerance(config, wanted)
 
 
-@pytest.mark.parametrize("name", ["llama3_rope_untied", "qwen3_untied"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama3_rope_untied", marks=pytest.mark.large), "qwen3_untied"]
+)
 def test_greedy_continuation_through_the_cache_equals_transformers(name):
     config, weights, expected = load(name)
     prompts = expected["input_ids"]

@@ -179,7 +179,7 @@ def test_a_step_draws_by_exchange_on_two_axes():
     assert_same_bits(*found)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_drafts_are_matched_by_exchange():
     features = dataclasses.replace(SERVED, num_logprobs=2)
     drafts = dict(limits=LIMITS, features=features, proposer=js.ngram_proposer(js.chain(2)))
