@@ -4,9 +4,8 @@
         [--chunk 4096 8192] [--lanes 512] [--depth 4] [--mixes greedy plain filtered top_p]
 
 First the ceilings: one read of the head's rows at the bandwidth of a pass over an array, and its products at
-the
-speed of a large product of the same dtype. Then for every case: hold the result against the two-step path,
-time both in the same run, and the bare product. Ratios to the bare product are the result.
+the speed of a large product of the same dtype. Then for every case: hold the result against the two-step
+path, time both in the same run, and the bare product. Ratios to the bare product are the result.
 """
 
 import argparse

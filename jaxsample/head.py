@@ -74,10 +74,20 @@ def head_logits(hidden, weight, head: Head, product: str = "bw,nw->bn"):
     logits = jnp.einsum(
         product, hidden.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32
     )
-    if head.logit_scale != 1.0:
-        logits = logits * head.logit_scale
-    if head.softcap is not None:
-        logits = head.softcap * jnp.tanh(logits / head.softcap)
+    return scale_logits(logits, head.logit_scale, head.softcap)
+
+
+def scale_logits(logits, logit_scale: float, softcap: float | None):
+    """Products with the head's rows as the logits that a model means: logits times logit_scale, then capped.
+
+    Args:
+      logits: f32[...].
+      logit_scale: 1.0 leaves them. softcap: c of c tanh(logits / c); None leaves them.
+    """
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     return logits
 
 

@@ -44,6 +44,18 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
+def positive(kind: type) -> Any:
+    """For `add_argument(type=)`: a reader of numbers above 0."""
+
+    def read(word: str):
+        number = kind(word)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{word} is not above 0")
+        return number
+
+    return read
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The flags that `load_model` and `dtype_of` read, and --raw; their group, for more."""
     flags = parser.add_argument_group("model")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsample.head import Head
+from jaxsample.head import Head, scale_logits
 from jaxsample.kvcache import Cache, Staged, gather_layer, read_staged, stage
 from models.attention import attend
 from models.heads import Heads, Norms, read_heads
@@ -145,17 +145,7 @@ class Decoder(nnx.Module):
         output = self.embedding if config.tied_embeddings else self.head
         weight = output.weight[...]
         logits = output.project(hidden.astype(weight.dtype), weight, jnp.float32)
-        return scale_logits(config, logits)
-
-
-def scale_logits(config: DecoderConfig, logits: jax.Array) -> jax.Array:
-    """Logits as the model means them, from products with its output matrix: scaled, then soft-capped."""
-    if config.logit_scale != 1.0:
-        logits = logits * config.logit_scale
-    if config.final_logit_softcapping is not None:
-        cap = config.final_logit_softcapping
-        logits = cap * jnp.tanh(logits / cap)
-    return logits
+        return scale_logits(logits, config.logit_scale, config.final_logit_softcapping)
 
 
 @jax.jit

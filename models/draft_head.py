@@ -18,9 +18,10 @@ import numpy as np
 from flax import nnx
 
 from jaxsample import widen
+from jaxsample.head import scale_logits
 from jaxsample.kvcache import Cache, Staged
 from models.attention import attend
-from models.decoder import DecoderConfig, Layer, Linear, RMSNorm, Weights, apply_layer, scale_logits
+from models.decoder import DecoderConfig, Layer, Linear, RMSNorm, Weights, apply_layer
 from models.kernels import Kernels
 from models.projection import project_by_dot
 from models.rope import inverse_frequencies, rotation
@@ -99,7 +100,7 @@ def join_base(head: DraftHead, base: Weights) -> Weights:
 def narrow_logits(config: DecoderConfig, output: jax.Array, outputs: jax.Array) -> jax.Array:
     """Logits f32[..., Vd] of head outputs or hidden states [..., W] by rows of the LM head, [Vd, W]."""
     logits = project_by_dot(outputs.astype(output.dtype), output, jnp.float32)
-    return scale_logits(config, logits)
+    return scale_logits(logits, config.logit_scale, config.final_logit_softcapping)
 
 
 def head_shapes(config: DecoderConfig) -> Weights:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import write_json
-from models.command_line import Parser, keep_compiled_programs
+from models.command_line import Parser, keep_compiled_programs, positive
 from models.decoder import DecoderConfig, Weights
 from models.draft_batches import frequent_tokens, learnable, make_draft_batch
 from models.draft_head import DraftHead
@@ -272,18 +272,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     watch.add_argument("--save-every", type=positive(int), default=500, help="steps, default %(default)s")
     watch.add_argument("--log-every", type=positive(int), default=10, help="steps, default %(default)s")
     return parser.parse_args(arguments)
-
-
-def positive(kind: type) -> Any:
-    """A reader of numbers above 0."""
-
-    def read(word: str):
-        number = kind(word)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{word} is not above 0")
-        return number
-
-    return read
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import write_json
-from models.command_line import Parser, add_model_flags, keep_compiled_programs, load_model
+from models.command_line import Parser, add_model_flags, keep_compiled_programs, load_model, positive
 from models.decoder import DecoderConfig, Weights
 from models.delta import save_delta
 from models.fetch import fetch_smollm2
@@ -357,18 +357,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     watch.add_argument("--save-every", type=positive(int), default=200, help="steps, default %(default)s")
     watch.add_argument("--log-every", type=positive(int), default=10, help="steps, default %(default)s")
     return parser.parse_args(arguments)
-
-
-def positive(kind: type) -> Any:
-    """A reader of numbers above 0."""
-
-    def read(word: str):
-        number = kind(word)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{word} is not above 0")
-        return number
-
-    return read
 
 
 if __name__ == "__main__":

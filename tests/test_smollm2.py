@@ -99,7 +99,6 @@ def test_json_under_a_schema(model):
         assert set(value) == {"name", "age", "tags"}
 
 
-@pytest.mark.skipif(not COMPANIONS["smollm2"].is_dir(), reason="no value model is shipped")
 def test_the_value_model_that_comes_with_it_expects_more_of_an_essay_than_of_a_number(model):
     guide = load_value_model(COMPANIONS["smollm2"], np.float32, model)
     asked = (
