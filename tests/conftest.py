@@ -14,6 +14,7 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -21,6 +22,13 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 hypothesis.settings.register_profile("jaxsample", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jaxsample")
+
+
+@pytest.fixture
+def on_cpu():
+    """The CPU as the default device: it is what meshes of `tests.meshes` are made of, on every machine."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 def pytest_collection_modifyitems(config, items):

@@ -18,6 +18,8 @@ from tests import mixes
 from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
 from tests.test_sharded_sample import LIMITS, PROGRAMS, alone, arguments, rows_of
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 SERVED = PROGRAMS["served"]
 run = jax.jit(sample_by_exchange, static_argnames=("limits", "features", "mesh", "axis", "batch_axis"))
 

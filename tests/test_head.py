@@ -161,6 +161,7 @@ def test_winners_that_roundings_could_change_are_not_sure():
         pytest.param("plain", "auto", dict(a=4, b=2), ("b", "a"), (), marks=pytest.mark.large),
     ],
 )
+@pytest.mark.usefixtures("on_cpu")
 def test_shards_of_the_head_give_the_same_tokens(program, kind, sizes, axis, batch_axis):
     hidden, weight, logits = rows_as_head(program)
     weight = weight[: LIMITS.vocab_size] if program == "full" else weight

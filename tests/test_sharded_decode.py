@@ -16,6 +16,8 @@ from models.lookup import init_lookup_cache, lookup_forward
 from tests import laws
 from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 V, PADDED, S, B = 211, 384, 24, 8
 LIMITS = js.Limits(V, max_length=S, num_logprobs=2, num_logit_bias=2, num_bad_words=2, num_scales=1)
 FEATURES = js.Features(full_rows=False, num_logprobs=2, num_candidates=64)

@@ -15,6 +15,8 @@ from jaxsample.sample import Sampled, sample
 from tests import batches
 from tests.meshes import assert_same_bits, collectives, largest_gather, mesh_of
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 LIMITS, WIDTH = batches.small_limits(1000), 1024
 PROGRAMS = {
     "full": Features(num_candidates=32, num_logprobs=6, logprobs_mode="processed"),
