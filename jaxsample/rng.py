@@ -12,6 +12,7 @@ of the lanes has the bits of the same lanes in the full range.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,12 +51,12 @@ def gumbel(seed, position, purpose, lane, node: Any = 0):
     Returns:
       f32[B, k].
     """
-    return _gumbel_of(noise_bits(seed, position, purpose, lane, node))
+    return gumbel_of_bits(noise_bits(seed, position, purpose, lane, node))
 
 
 def gumbel_range(seed, position, purpose, num_lanes: int):
     """Gumbel noise of the lanes 0 ... num_lanes - 1: f32[B, num_lanes]."""
-    return _gumbel_of(noise_range(seed, position, purpose, num_lanes))
+    return gumbel_of_bits(noise_range(seed, position, purpose, num_lanes))
 
 
 def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_call: Any = 0):
@@ -74,7 +75,7 @@ def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_c
     words = _range_words(seed, position, purpose, num_calls, node, first_call)
     # XLA:CPU takes ten times as long to compile the generator together with what follows it.
     words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
-    return tuple(_gumbel_of(word) for word in words)
+    return tuple(gumbel_of_bits(word) for word in words)
 
 
 def uniform(seed, position, purpose, lane):
@@ -101,12 +102,13 @@ def noise_range(seed, position, purpose, num_lanes: int):
     return bits if num_calls * 4 == num_lanes else bits[:, :num_lanes]
 
 
-def philox4x32(counter, key):
+def philox4x32(counter, key, product: Callable[..., Any] | None = None):
     """Philox4x32-10: four random words for a counter of four words and a key of two.
 
     Args:
       counter: four u32 arrays (NumPy or JAX) of shapes that broadcast.
       key: two u32 arrays.
+      product: (x, int) -> (high word, low word) of their product; None: `multiply_wide`.
 
     Returns:
       Four u32 arrays.
@@ -115,12 +117,13 @@ def philox4x32(counter, key):
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    product = multiply_wide if product is None else product
     for round_index in range(_NUM_ROUNDS):
         if round_index > 0:
             k0 = k0 + np.uint32(_WEYL[0])
             k1 = k1 + np.uint32(_WEYL[1])
-        high0, low0 = _multiply_wide(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply_wide(c2, _MULTIPLIERS[1])
+        high0, low0 = product(c0, _MULTIPLIERS[0])
+        high1, low1 = product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
 
@@ -189,7 +192,8 @@ def _materialised(*arrays):
     return jax.lax.optimization_barrier(arrays)
 
 
-def _gumbel_of(bits):
+def gumbel_of_bits(bits):
+    """Gumbel noise of random words u32[...]: f32[...]."""
     return -log(-jnp.log1p(-_uniform_of(bits)))
 
 
@@ -207,7 +211,7 @@ def _counter(call, position, purpose, node):
     return call, position, wide(purpose), wide(node)
 
 
-def _multiply_wide(x, constant: int):
+def multiply_wide(x, constant: int):
     """High and low word of the 64-bit product x * constant, from 16-bit halves.
 
     `lax.mulhi` would take fewer instructions, but jax 0.10.2 cannot compile it inside a shard_map.
