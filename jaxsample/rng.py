@@ -50,12 +50,12 @@ def gumbel(seed, position, purpose, lane, node: Any = 0):
     Returns:
       f32[B, k].
     """
-    return _gumbel_of(noise_bits(seed, position, purpose, lane, node))
+    return gumbel_of(noise_bits(seed, position, purpose, lane, node))
 
 
 def gumbel_range(seed, position, purpose, num_lanes: int):
     """Gumbel noise of the lanes 0 ... num_lanes - 1: f32[B, num_lanes]."""
-    return _gumbel_of(noise_range(seed, position, purpose, num_lanes))
+    return gumbel_of(noise_range(seed, position, purpose, num_lanes))
 
 
 def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_call: Any = 0):
@@ -74,7 +74,12 @@ def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_c
     words = _range_words(seed, position, purpose, num_calls, node, first_call)
     # XLA:CPU takes ten times as long to compile the generator together with what follows it.
     words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
-    return tuple(_gumbel_of(word) for word in words)
+    return tuple(gumbel_of(word) for word in words)
+
+
+def gumbel_of(bits):
+    """Gumbel noise of random bits: f32 of u32, of any shape."""
+    return -log(-jnp.log1p(-_uniform_of(bits)))
 
 
 def uniform(seed, position, purpose, lane):
@@ -187,10 +192,6 @@ def _range_words(seed, position, purpose, num_calls: int, node: Any = 0, first_c
 
 def _materialised(*arrays):
     return jax.lax.optimization_barrier(arrays)
-
-
-def _gumbel_of(bits):
-    return -log(-jnp.log1p(-_uniform_of(bits)))
 
 
 def _uniform_of(bits):
