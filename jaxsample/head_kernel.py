@@ -23,9 +23,9 @@ _IDS = 128  # of a lane
 _FEWEST_IDS = 2**15  # of a vocabulary that the kernel is chosen for: few lanes overflow soon
 _MOST_DEPTH = 8
 _LAST_ID = np.iinfo(np.int32).max
-# The first one that holds all rows, else the last. The fewest rows are a block of the matrix units; few rows
-# wait for the head alone and have more of it under way. A thread of the last blocks holds 128 sums, and for
-# more rows than theirs other programs read the same rows of the head, from a cache.
+# The first one that holds all rows, else the last: other programs of the lane then take the rest, and find
+# the head's rows in a cache. 16 rows are a block of the matrix units; few rows wait for the head alone and have
+# more of it under way. Noise takes registers, so that a thread is to hold fewer of a block's sums.
 _BLOCKS = (
     KernelBlocks(16, 128, 4, 4),
     KernelBlocks(32, 128, 4, 3),
@@ -33,6 +33,8 @@ _BLOCKS = (
     KernelBlocks(128, 64, 8, 3),
     KernelBlocks(256, 64, 8, 4),
 )
+_NOISE_BLOCKS = (*_BLOCKS[:2], KernelBlocks(64, 64, 8, 4), KernelBlocks(128, 64, 8, 3))
+_LN2, _NUM_TERMS = np.float32(np.log(2)), 6
 _FEW_INPUTS = 64  # of a block, where the width is no multiple of more
 
 
@@ -68,11 +70,12 @@ def takes(weight, head: Head, depth: int, axes: tuple[str, ...] = ()) -> bool:
     return weight.dtype == jnp.bfloat16 and weight.shape[1] % inputs == 0 and depth <= _MOST_DEPTH
 
 
-def blocks_of(num_rows: int, width: int, head: Head) -> KernelBlocks:
+def blocks_of(num_rows: int, width: int, head: Head, has_noise: bool) -> KernelBlocks:
     """The sizes of a program's blocks: the head's own, or those for so many rows."""
     if isinstance(head.kernel, KernelBlocks):
         return head.kernel
-    blocks = next((blocks for blocks in _BLOCKS if blocks.rows >= num_rows), _BLOCKS[-1])
+    known = _NOISE_BLOCKS if has_noise else _BLOCKS
+    blocks = next((blocks for blocks in known if blocks.rows >= num_rows), known[-1])
     return blocks if width % blocks.inputs == 0 else blocks._replace(inputs=_FEW_INPUTS)
 
 
@@ -94,7 +97,7 @@ def head_lanes(
       vocab_size: V; tokens from there on count as -inf.
       head: Head, of which the scale, the cap and the kernel are looked at.
       depth: tokens a lane keeps.
-      temperatures: f32[B], or None for 1, of each sum.
+      temperatures: f32[B], at least the smallest normal number, or None for 1, of each sum.
       noise: None for no noise lanes.
       interpret: run the kernel's operations by XLA, on any device, slowly.
 
@@ -107,10 +110,10 @@ def head_lanes(
     from jax.experimental.pallas import triton as plt
 
     (num_rows, width), num_lanes = hidden.shape, -(-vocab_size // _IDS)
-    blocks = blocks_of(num_rows, width, head)
+    blocks = blocks_of(num_rows, width, head, noise is not None)
     num_floats = depth + len(temperatures) + (0 if noise is None else 2)
     num_ints = depth + 1 + (noise is not None)
-    rows = [t for t in temperatures if t is not None]
+    rows = [1 / t for t in temperatures if t is not None]
     if noise is not None:
         factor = jnp.where(noise.is_off, 0, noise.noise_factor)
         rows += [noise.seed[:, 0], noise.seed[:, 1], noise.position, noise.z_factor, factor]
@@ -204,7 +207,7 @@ def _kernel(
     floats, ints = [value for value, _ in kept], [token for _, token in kept]
     difference = z - jnp.where(floats[0] > -jnp.inf, floats[0], 0)[:, None]
     for divided in is_divided:
-        weights = jnp.exp(difference / row_values.pop(0) if divided else difference)
+        weights = jnp.exp(difference * row_values.pop(0) if divided else difference)
         floats.append(jnp.sum(weights, axis=1))
     ints.append(jnp.max(is_bad.astype(jnp.int32), axis=1))
     if has_noise:
@@ -221,10 +224,10 @@ def _kernel(
 
 
 def _tokens_of_lane(lane, num_lanes):
-    """The calls i32[128] and words i32[128] of a lane's tokens, in the order of a program's columns.
+    """Calls i32[128] and words i32[128] of a lane's tokens, in the order of a program's columns.
 
-    Columns j, j + 1, j + 8 and j + 9, j even, of a product are one thread's where a block has 64 rows and
-    more: they get the tokens of one call of the generator, so that the compiler finds it to be one.
+    Columns j, j + 1, j + 8 and j + 9, j even, are one thread's where a block has 64 rows and more: they get
+    the tokens of one call of the generator, so that the compiler finds it to be one.
     """
     column = jnp.arange(_IDS, dtype=jnp.int32)
     call = ((column >> 1) & 3) | ((column >> 4) << 2)
@@ -239,11 +242,40 @@ def _first(values, ids):
 
 
 def _gumbel(call, word, low, high, position, interpret):
-    """`rng.gumbel` of the kernel's rows: f32[B, n] of i32[1, n] twice and columns u32, u32, i32[B, 1]."""
+    """`rng.gumbel` within 2^-16: f32[B, n] of i32[1, n], twice, and columns u32, u32, i32[B, 1]."""
     purpose, node = (jnp.full((1, 1), number, jnp.uint32) for number in (rng.TARGET, 0))
     counter = (call.astype(jnp.uint32), position.astype(jnp.uint32), purpose, node)
-    words = rng.philox4x32(counter, (low, high))
+    words = rng.philox4x32(counter, (low, high), None if interpret else _multiply_wide)
     if interpret:  # XLA:CPU takes long to compile the generator together with what follows it
         words = jax.lax.optimization_barrier(words)
     bits = jnp.where(word < 2, jnp.where(word == 0, *words[:2]), jnp.where(word == 2, *words[2:]))
-    return rng.gumbel_of(bits)
+    u = rng.uniform_of(bits)
+    log2 = jnp.log2 if interpret else _log2
+    # -log(1 - u): below 1/8 the first terms of its series, as 1 - u would round u away.
+    series = jnp.zeros_like(u)
+    for power in range(_NUM_TERMS, 0, -1):
+        series = u * (np.float32(1 / power) + series)
+    return -_LN2 * log2(jnp.where(u < 0.125, series, -_LN2 * log2(1 - u)))
+
+
+def _multiply_wide(x, constant: int):
+    """High and low word of x * constant, u32: one instruction, where `rng` takes a dozen to work anywhere."""
+    with jax.enable_x64(True):
+        product = jax.lax.convert_element_type(x, jnp.uint64)
+        product = product * jax.lax.full_like(product, constant)
+        high = jax.lax.shift_right_logical(product, jax.lax.full_like(product, 32))
+        return tuple(jax.lax.convert_element_type(word, jnp.uint32) for word in (high, product))
+
+
+def _log2(x):
+    """log2 of positive f32 as the hardware approximates it: within 2^-22, absolutely or relatively."""
+    from jax.experimental.pallas import triton as plt
+
+    (result,) = plt.elementwise_inline_asm(
+        "lg2.approx.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result

@@ -12,6 +12,7 @@ of the lanes has the bits of the same lanes in the full range.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,12 +51,12 @@ def gumbel(seed, position, purpose, lane, node: Any = 0):
     Returns:
       f32[B, k].
     """
-    return gumbel_of(noise_bits(seed, position, purpose, lane, node))
+    return _gumbel_of(noise_bits(seed, position, purpose, lane, node))
 
 
 def gumbel_range(seed, position, purpose, num_lanes: int):
     """Gumbel noise of the lanes 0 ... num_lanes - 1: f32[B, num_lanes]."""
-    return gumbel_of(noise_range(seed, position, purpose, num_lanes))
+    return _gumbel_of(noise_range(seed, position, purpose, num_lanes))
 
 
 def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_call: Any = 0):
@@ -74,17 +75,20 @@ def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_c
     words = _range_words(seed, position, purpose, num_calls, node, first_call)
     # XLA:CPU takes ten times as long to compile the generator together with what follows it.
     words = jax.lax.platform_dependent(*words, cpu=_materialised, default=lambda *words: words)
-    return tuple(gumbel_of(word) for word in words)
-
-
-def gumbel_of(bits):
-    """Gumbel noise of random bits: f32 of u32, of any shape."""
-    return -log(-jnp.log1p(-_uniform_of(bits)))
+    return tuple(_gumbel_of(word) for word in words)
 
 
 def uniform(seed, position, purpose, lane):
     """Uniform noise (bits + 0.5) * 2^-32 in float32, in (0, 1 - 2^-24]: f32[B, k]. Args as for `gumbel`."""
-    return _uniform_of(noise_bits(seed, position, purpose, lane))
+    return uniform_of(noise_bits(seed, position, purpose, lane))
+
+
+def uniform_of(bits):
+    """The uniform numbers of `uniform` from their bits: f32 of u32, of any shape."""
+    # The conversion rounds to 24 bits; adding half a unit matters only for small values, where it keeps
+    # zero out. The product is with a power of two, hence exact.
+    value = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return jnp.minimum(value, np.float32(1 - 2.0**-24))
 
 
 def noise_bits(seed, position, purpose, lane, node: Any = 0):
@@ -106,12 +110,13 @@ def noise_range(seed, position, purpose, num_lanes: int):
     return bits if num_calls * 4 == num_lanes else bits[:, :num_lanes]
 
 
-def philox4x32(counter, key):
+def philox4x32(counter, key, multiply: Callable[..., Any] | None = None):
     """Philox4x32-10: four random words for a counter of four words and a key of two.
 
     Args:
       counter: four u32 arrays (NumPy or JAX) of shapes that broadcast.
       key: two u32 arrays.
+      multiply: (u32 array, int) -> high and low word of their product; None for one of 32-bit operations.
 
     Returns:
       Four u32 arrays.
@@ -120,12 +125,13 @@ def philox4x32(counter, key):
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    multiply = multiply or _multiply_wide
     for round_index in range(_NUM_ROUNDS):
         if round_index > 0:
             k0 = k0 + np.uint32(_WEYL[0])
             k1 = k1 + np.uint32(_WEYL[1])
-        high0, low0 = _multiply_wide(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply_wide(c2, _MULTIPLIERS[1])
+        high0, low0 = multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
 
@@ -194,11 +200,8 @@ def _materialised(*arrays):
     return jax.lax.optimization_barrier(arrays)
 
 
-def _uniform_of(bits):
-    # The conversion rounds to 24 bits; adding half a unit matters only for small values, where it keeps
-    # zero out. The product is with a power of two, hence exact.
-    value = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    return jnp.minimum(value, np.float32(1 - 2.0**-24))
+def _gumbel_of(bits):
+    return -log(-jnp.log1p(-uniform_of(bits)))
 
 
 def _counter(call, position, purpose, node):

@@ -11,7 +11,7 @@ import pytest
 import jaxsample as js
 from jaxsample import rng
 from jaxsample.head import Head, KernelBlocks, head_logits
-from jaxsample.head_kernel import Noise, blocks_of, head_lanes, takes
+from jaxsample.head_kernel import Noise, _multiply_wide, blocks_of, head_lanes, takes
 from jaxsample.lanes import noise_factors
 from jaxsample.params import neutral_params
 from tests.meshes import mesh_of
@@ -125,6 +125,17 @@ def test_the_scale_and_the_cap_are_those_of_the_logits():
     assert np.abs(lanes.values[0][rows]).max() <= 3
 
 
+# What a GPU multiplies with; interpreted, the kernel takes the product of `rng`.
+def test_words_of_wide_products():
+    numbers = np.random.default_rng(6).integers(0, 2**32, 100, dtype=np.uint32)
+    numbers[:3] = 0, 1, 2**32 - 1
+    high, low = jax.jit(_multiply_wide, static_argnums=1)(numbers, 0xD2511F53)
+    exact = [int(x) * 0xD2511F53 for x in numbers]
+    assert high.dtype == low.dtype == np.uint32
+    assert high.tolist() == [x >> 32 for x in exact]
+    assert low.tolist() == [x & 0xFFFFFFFF for x in exact]
+
+
 @functools.cache
 def exact_rows(program):
     """(hidden, weight, logits) in bfloat16 whose product has the logits exactly: one-hot states."""
@@ -159,10 +170,9 @@ def test_what_the_kernel_is_made_for():
     assert not takes(jax.ShapeDtypeStruct((1000, 64), jnp.float32), Head(kernel=True), DEPTH)
     assert takes(many, Head(), DEPTH) == (ON_GPU and jax.device_count() == 1)
     assert not takes(few, Head(), DEPTH)
-    for num_rows in (1, 16, 17, 64, 65, 1000):
-        blocks = blocks_of(num_rows, 192, Head())
-        assert blocks.rows in (16, 32, 64, 128, 256)
-        assert blocks.rows >= min(num_rows, 256)
+    for num_rows, has_noise in ((1, False), (16, True), (17, False), (64, True), (65, True), (1000, False)):
+        blocks = blocks_of(num_rows, 192, Head(), has_noise)
+        assert blocks.rows >= min(num_rows, 128 if has_noise else 256)
         assert 192 % blocks.inputs == 0
     head_of = lambda kernel: Head(kernel=kernel)
     for kernel, message in (
