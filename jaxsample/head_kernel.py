@@ -24,8 +24,8 @@ _FEWEST_IDS = 2**15  # of a vocabulary that the kernel is chosen for: few lanes 
 _MOST_DEPTH = 8
 _LAST_ID = np.iinfo(np.int32).max
 # The first one that holds all rows, else the last: other programs of the lane then take the rest, and find
-# the head's rows in a cache. 16 rows are a block of the matrix units; few rows wait for the head alone and have
-# more of it under way. Noise takes registers, so that a thread is to hold fewer of a block's sums.
+# the head's rows in a cache. 16 rows are a block of the matrix units. Few rows wait for the head alone and
+# have more of it under way. Noise takes registers: with it a thread is to hold fewer sums.
 _BLOCKS = (
     KernelBlocks(16, 128, 4, 4),
     KernelBlocks(32, 128, 4, 3),
