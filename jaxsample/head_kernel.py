@@ -103,8 +103,8 @@ def head_lanes(
 
     Returns:
       (Lanes, NoiseLanes, bool[B, L]: lanes that hold NaN or +inf). A noise lane's best token is found, and
-      `second` made, with noise of the kernel's own, a few units in the last place from that of `rng`: a token
-      whose score is as close as `lanes.winner_is_sure` allows for may be better. `noise` itself is exact.
+      `second` made, with noise within 2^-16 of that of `rng`: a token whose score is as close as
+      `lanes.winner_is_sure` allows for may be better. `noise` itself is exact.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt

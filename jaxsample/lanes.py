@@ -21,7 +21,8 @@ from jaxsample.params import TILE
 
 _SPARE_LANES = 8
 _LAST_ID = np.iinfo(np.int32).max
-# Of a noisy score's terms: a bound of what roundings make of it, several times what they can.
+# Of a noisy score's terms: a bound of what roundings make of it, several times what they can, those of
+# `head_kernel`'s noise among them.
 _SCORE_ERROR = np.float32(2.0**-20)
 
 
