@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_head [--batch 64 256] [--positions 8192] [--vocab 151936] [--width 4096]
         [--chunk 4096 8192] [--lanes 512] [--depth 4] [--mixes greedy plain filtered top_p]
+        [--kernel never always] [--kernel-blocks 64,64,4,3 128,64,8,3]
 
 First the ceilings: one read of the head's rows at the bandwidth of a pass over an array, and its products at
 the speed of a large product of the same dtype. Then for every case: hold the result against the two-step
@@ -20,6 +21,7 @@ import numpy as np
 import jaxsample as js
 from benchmarks import cases, measure
 from jaxsample.candidates import first_tokens, tidy
+from jaxsample.head import KernelBlocks
 
 POSITION = 96
 NUM_TOP, NUM_RAISED = 20, 16
@@ -84,6 +86,9 @@ class Bench:
     def case(self, what: str, head: js.Head) -> str:
         (num_rows, width), vocab_size = self.hidden[0].shape, self.weight.shape[0]
         portions = f"chunk={head.chunk} lanes={head.num_lanes}x{head.depth}"
+        if head.kernel:
+            blocks = head.kernel if isinstance(head.kernel, KernelBlocks) else ("default",)
+            portions = f"kernel={','.join(map(str, blocks))} depth={head.depth}"
         return f"B={num_rows} V={vocab_size} W={width} {self.weight.dtype} {portions} {what}"
 
     def row(self, what: str, head: js.Head, compiled, arguments, num_checked: int) -> dict:
@@ -194,18 +199,40 @@ def _bench_score(bench: Bench, head: js.Head, options) -> dict:
 def _heads(mix: str, options) -> list[js.Head]:
     """The portions to try; only rows without filters need the noise of every token."""
     unfiltered = mix == "plain"
-    return [
+    kernels = () if mix in ("score", "full") else _kernels(options)
+    with_kernel = [
+        js.Head(depth=depth, unfiltered=unfiltered, num_recomputed=options.recomputed, kernel=kernel)
+        for kernel in kernels
+        for depth in options.depth
+    ]
+    if "never" not in options.kernel and kernels:
+        return with_kernel
+    return with_kernel + [
         js.Head(
             chunk=chunk,
             num_lanes=lanes,
             depth=depth,
             unfiltered=unfiltered,
             num_recomputed=options.recomputed,
+            kernel=False,
         )
         for chunk in options.chunk
         for lanes in options.lanes
         for depth in options.depth
     ]
+
+
+def _kernels(options) -> list[bool | KernelBlocks]:
+    if "always" not in options.kernel:
+        return []
+    return [KernelBlocks(*blocks) for blocks in options.kernel_blocks] or [True]
+
+
+def _blocks(text: str) -> tuple[int, ...]:
+    blocks = tuple(int(number) for number in text.split(","))
+    if len(blocks) != len(KernelBlocks._fields):
+        raise ValueError(text)
+    return blocks
 
 
 @jax.jit
@@ -276,6 +303,22 @@ def _options(arguments):
     parser.add_argument("--chunk", type=int, nargs="+", default=[4096], help="columns at a time")
     parser.add_argument("--lanes", type=int, nargs="+", default=[512], help="lanes, a divisor of chunk")
     parser.add_argument("--depth", type=int, nargs="+", default=[4], help="tokens a lane keeps")
+    parser.add_argument(
+        "--kernel",
+        nargs="+",
+        default=["never", "always"] if jax.default_backend() == "gpu" else ["never"],
+        choices=["never", "always"],
+        help="chunks, the kernel, or both; interpreted, that is slowly, where there is no GPU (default: both "
+        "on a GPU, else chunks)",
+    )
+    parser.add_argument(
+        "--kernel-blocks",
+        type=_blocks,
+        nargs="+",
+        default=[],
+        metavar="ROWS,INPUTS,WARPS,STAGES",
+        help="portions of the kernel (default: its own)",
+    )
     parser.add_argument("--candidates", type=int, default=64, help="candidates a row, at least its top_k")
     parser.add_argument("--rows-at-once", type=int, default=1024, help="positions at a time")
     parser.add_argument("--recomputed", type=int, help="rows computed whole at a time (default: Head's)")

@@ -5,7 +5,7 @@ Knows nothing about what becomes of a chunk: `head_summary` shapes it for sampli
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,29 @@ import jax.numpy as jnp
 from jaxsample.params import TILE
 
 SHARD_UNIT = 4  # tokens of one call of the noise generator, which a device has all of
+
+
+class KernelBlocks(NamedTuple):
+    """The portions of a program of `head_kernel`.
+
+    Fields:
+      rows: hidden states; a power of two from 16. inputs: of the width at a time; likewise.
+      warps: of a program; a power of two. stages: loads under way, from 1.
+    """
+
+    rows: int
+    inputs: int
+    warps: int
+    stages: int
+
+    def check(self) -> None:
+        """Refuse what no kernel can be made with."""
+        for name, value in self._asdict().items():
+            least = 16 if name in ("rows", "inputs") else 1
+            kind = "integers" if name == "stages" else "powers of two"
+            is_kind = isinstance(value, int) and (name == "stages" or value & (value - 1) == 0)
+            if not is_kind or value < least:
+                raise ValueError(f"kernel's {name} is {value!r}, allowed are {kind} from {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +54,11 @@ class Head:
       num_recomputed: rows at a time whose logits are computed whole because their summaries do not suffice;
         8 times as many positions of a score. None: 8 where the program holds full rows, else one in 64 of the
         rows, so that they take little memory; one in 128 of the positions, 8 at least.
+      kernel: whether sampling takes one kernel for product and lanes (`head_kernel`), not chunks, where it is
+        made for that: a matrix in bfloat16 on one device, W a multiple of 64, depth at most 8, tiers "plain"
+        and "filtered"; its lanes are V / 128. None: on the only GPU of a process, for 32,768 rows of the
+        matrix and more. True: everywhere; interpreted, that is slowly, where there is no GPU. KernelBlocks:
+        likewise, in these portions; W a multiple of their inputs. False: never.
     """
 
     weight_of: Callable[[Any], Any] | None = None
@@ -41,6 +69,7 @@ class Head:
     num_lanes: int = 512
     depth: int = 4
     num_recomputed: int | None = None
+    kernel: bool | KernelBlocks | None = None
 
     def __post_init__(self):
         for name, unit in (
@@ -56,6 +85,10 @@ class Head:
                 raise ValueError(f"{name} is {value!r}, allowed are multiples of {unit} from {unit}")
         if self.softcap is not None and not 0 < self.softcap < float("inf"):
             raise ValueError(f"softcap is {self.softcap!r}, allowed are None and finite numbers above 0")
+        if isinstance(self.kernel, KernelBlocks):
+            self.kernel.check()
+        elif self.kernel not in (None, True, False):
+            raise ValueError(f"kernel is {self.kernel!r}, allowed are None, True, False and KernelBlocks")
         if self.weight_of is not None and not callable(self.weight_of):
             raise ValueError(
                 f"weight_of is {self.weight_of!r}, allowed are None and functions of the weights"

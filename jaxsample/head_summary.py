@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxsample import rng
 from jaxsample.candidates import Candidates, sum_tiles, tidy
 from jaxsample.head import Head, check_head, filled, over_chunks, without_gradient
+from jaxsample.head_kernel import Noise, head_lanes, takes
 from jaxsample.history import History
 from jaxsample.lanes import (
     Firsts,
@@ -142,8 +143,18 @@ def summarize_head(
             state.bad | any_of_lanes(bad, plan.num_lanes),
         )
 
-    state = over_chunks(add, plan.empty(hidden.shape[0]), hidden, weight, head)
-    return _finish(state, plan, params, temperature, factors, limits, features, axes)
+    if words is None and takes(weight, head, plan.depth, axes):
+        noise = Noise(params.seed, position, greedy, *factors) if plan.noise else None
+        times = (temperature,) * plan.shaped_sum + (None,) * plan.raw_sum
+        interpret = jax.default_backend() != "gpu"
+        kept = head_lanes(
+            hidden, weight, limits.vocab_size, head, plan.depth, times, noise, interpret=interpret
+        )
+        state, has_same_sums = _State(kept[0], None, *kept[1:]), greedy
+    else:
+        state = over_chunks(add, plan.empty(hidden.shape[0]), hidden, weight, head)
+        has_same_sums = temperature == 1
+    return _finish(state, plan, params, temperature, factors, has_same_sums, limits, features, axes)
 
 
 @jax.tree_util.register_dataclass
@@ -195,7 +206,7 @@ class _Plan:
         )
 
 
-def _finish(state: _State, plan: _Plan, params, temperature, factors, limits, features, axes):
+def _finish(state: _State, plan: _Plan, params, temperature, factors, has_same_sums, limits, features, axes):
     """Lanes to summaries, those of several shards joined."""
     largest = highest(state.shaped)
     raw_largest = largest if state.raw is None else highest(state.raw)
@@ -224,7 +235,7 @@ def _finish(state: _State, plan: _Plan, params, temperature, factors, limits, fe
         raw, num_raw_sure = Candidates(first.values, first.ids, raw_largest, raw_total), first.num_sure
     if state.noise is not None:
         score, winner, second = join.winner(*winner_of_lanes(state.noise, divided))
-        winner_sure = winner_is_sure(score, second, largest, temperature, *factors)
+        winner_sure = winner_is_sure(score, second, largest, has_same_sums, *factors)
     return HeadSummary(candidates, raw, winner, found.num_sure, num_raw_sure, winner_sure, valid)
 
 

@@ -21,7 +21,8 @@ from jaxsample.params import TILE
 
 _SPARE_LANES = 8
 _LAST_ID = np.iinfo(np.int32).max
-# Of a noisy score's terms: a bound of what roundings make of it, several times what they can.
+# Of a noisy score's terms: a bound of what roundings make of it, several times what they can, those of
+# `head_kernel`'s noise among them.
 _SCORE_ERROR = np.float32(2.0**-20)
 
 
@@ -237,16 +238,21 @@ def winner_of_lanes(lanes: NoiseLanes, divided: Callable[..., Any]):
     return best[:, 0], winner, jnp.max(lanes.second, axis=1)
 
 
-def winner_is_sure(score, second, row_max, temperature, z_factor, noise_factor):
+def winner_is_sure(score, second, row_max, has_same_sums, z_factor, noise_factor):
     """Whether no token below `second` can have a larger exact score than the winner's: bool[B].
 
     Both sides in the scale of `second`, where the winner has a max + b score; the terms bound all roundings
     of both scores, as noise lies within (-4, 23).
+
+    Args:
+      score, second: f32[B], see `winner_of_lanes`. row_max: f32[B], the largest logit.
+      has_same_sums: bool[B], rows whose scores by the factors are the exact ones, to the bit.
+      z_factor, noise_factor: f32[B].
     """
     middle = z_factor * row_max
     size = jnp.abs(second) + 2 * jnp.abs(middle) + noise_factor * (64 + 2 * jnp.abs(score))
-    same_sums = (temperature == 1) | (second == -jnp.inf)
-    return same_sums | (second + _SCORE_ERROR * size < middle + noise_factor * score)
+    is_clear = has_same_sums | (second == -jnp.inf)
+    return is_clear | (second + _SCORE_ERROR * size < middle + noise_factor * score)
 
 
 def _better(one: NoiseLanes, other: NoiseLanes) -> NoiseLanes:

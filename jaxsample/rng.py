@@ -80,7 +80,15 @@ def gumbel_words(seed, position, purpose, num_calls: int, node: Any = 0, first_c
 
 def uniform(seed, position, purpose, lane):
     """Uniform noise (bits + 0.5) * 2^-32 in float32, in (0, 1 - 2^-24]: f32[B, k]. Args as for `gumbel`."""
-    return _uniform_of(noise_bits(seed, position, purpose, lane))
+    return uniform_of(noise_bits(seed, position, purpose, lane))
+
+
+def uniform_of(bits):
+    """The uniform numbers of `uniform` from their bits: f32 of u32, of any shape."""
+    # The conversion rounds to 24 bits; adding half a unit matters only for small values, where it keeps
+    # zero out. The product is with a power of two, hence exact.
+    value = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return jnp.minimum(value, np.float32(1 - 2.0**-24))
 
 
 def noise_bits(seed, position, purpose, lane, node: Any = 0):
@@ -102,13 +110,13 @@ def noise_range(seed, position, purpose, num_lanes: int):
     return bits if num_calls * 4 == num_lanes else bits[:, :num_lanes]
 
 
-def philox4x32(counter, key, product: Callable[..., Any] | None = None):
+def philox4x32(counter, key, multiply: Callable[..., Any] | None = None):
     """Philox4x32-10: four random words for a counter of four words and a key of two.
 
     Args:
       counter: four u32 arrays (NumPy or JAX) of shapes that broadcast.
       key: two u32 arrays.
-      product: (x, int) -> (high word, low word) of their product; None: `multiply_wide`.
+      multiply: (u32 array, int) -> high and low word of their product; None for one of 32-bit operations.
 
     Returns:
       Four u32 arrays.
@@ -117,13 +125,13 @@ def philox4x32(counter, key, product: Callable[..., Any] | None = None):
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    product = multiply_wide if product is None else product
+    multiply = multiply or multiply_wide
     for round_index in range(_NUM_ROUNDS):
         if round_index > 0:
             k0 = k0 + np.uint32(_WEYL[0])
             k1 = k1 + np.uint32(_WEYL[1])
-        high0, low0 = product(c0, _MULTIPLIERS[0])
-        high1, low1 = product(c2, _MULTIPLIERS[1])
+        high0, low0 = multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
 
@@ -194,14 +202,7 @@ def _materialised(*arrays):
 
 def gumbel_of_bits(bits):
     """Gumbel noise of random words u32[...]: f32[...]."""
-    return -log(-jnp.log1p(-_uniform_of(bits)))
-
-
-def _uniform_of(bits):
-    # The conversion rounds to 24 bits; adding half a unit matters only for small values, where it keeps
-    # zero out. The product is with a power of two, hence exact.
-    value = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    return jnp.minimum(value, np.float32(1 - 2.0**-24))
+    return -log(-jnp.log1p(-uniform_of(bits)))
 
 
 def _counter(call, position, purpose, node):

@@ -39,6 +39,7 @@ MODULE_ORDER = (
     "sample",
     "lanes",
     "head",
+    "head_kernel",
     "head_summary",
     "head_sample",
     "head_score",
