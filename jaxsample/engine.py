@@ -311,7 +311,7 @@ class Engine:
             self._state = program(self._value_weights, self._state, record)
         if plan.copies is not None:
             self._state = programs[("copy pages",)](self._state, plan.copies)
-        if not len(plan.slots):
+        if not plan.num_rows:
             return False
         shape = len(plan.record), plan.length
         if plan.masked:
@@ -360,11 +360,10 @@ class Engine:
 
     def _follow(self, sample: Sample) -> None:
         """Tell a sample's matcher what it emitted."""
-        token_ids = sample.tokens().token_ids
-        for token in token_ids[sample.num_matched :].tolist():
+        for token in sample.tokens(sample.num_matched).token_ids.tolist():
             if not sample.matcher.accept(token):
                 raise ValueError(f"the grammar does not accept token {token}")
-        sample.num_matched = len(token_ids)
+            sample.num_matched += 1
 
     def _masks(self, plan: Plan, drafted) -> np.ndarray:
         """u32[b, W], or u32[b, N, W] with proposals: the tokens each row's grammar allows."""
