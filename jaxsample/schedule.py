@@ -13,6 +13,7 @@ import numpy as np
 from jaxsample.buckets import Buckets, smallest
 from jaxsample.counts import EngineStats
 from jaxsample.params import Limits
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.requests import CANCELLED, ERROR, RUNNING
 from jaxsample.seats import Seats, Ticket
 from jaxsample.streams import Outputs, Sample
@@ -21,10 +22,14 @@ _BAD_ROW = "the logits held NaN or infinity, or no token was left to draw"
 
 
 class Chunk(NamedTuple):
-    """Known tokens of some slots: record i32[p, 3 + N], and the bucket of lengths they end in."""
+    """Known tokens of some slots: record i32[p, 3 + N], and the bucket of lengths they end in.
+
+    Where tokens are to be scored, `scored` says (row, whose, which), and the record has one token more.
+    """
 
     record: np.ndarray
     length: int
+    scored: tuple[tuple[int, PromptScores, slice], ...] = ()
 
 
 @dataclasses.dataclass
@@ -271,15 +276,24 @@ class Scheduler:
         widths = [width for _, width in shapes]
         width = widths[min(smallest(widths, unfinished[0][2]), len(shapes) - 1)]
         record = self._blanks[width].copy()  # what is launched may still be read when the next is made
-        furthest = 0
-        for row, (slot, start, left) in zip(record, unfinished, strict=False):
-            count = min(left, width)
+        furthest, scored = 0, []
+        for index, (slot, start, left) in enumerate(unfinished[: len(record)]):
+            ticket, row, count = seats.ticket_at(slot), record[index], min(left, width)
             end = start + count
             row[:3] = slot, start, count
-            row[3 : 3 + count] = seats.ticket_at(slot).tokens[start:end]
+            row[3 : 3 + count] = ticket.tokens[start:end]
+            if num_left and ticket.scores is not None:
+                which = ticket.scores.claim(start, end)
+                if which is not None:
+                    scored.append((index, ticket.scores, which))
             committed[slot] = end
             furthest = max(furthest, end)
-        return Chunk(record, self._length_for(-(-furthest // seats.page_size)))
+        if scored:
+            record = np.pad(record, ((0, 0), (0, 1)))
+            for index, _, _ in scored:
+                slot, start, count = record[index, :3].tolist()
+                record[index, 3 + count] = seats.ticket_at(slot).tokens[start + count]
+        return Chunk(record, self._length_for(-(-furthest // seats.page_size)), tuple(scored))
 
     def _begin(self) -> np.ndarray | None:
         """Let those run whose prompt is committed; the pages to copy, i32[B, 2]."""
@@ -309,7 +323,7 @@ class Scheduler:
             prompt = ticket.tokens[: ticket.num_prompt]
             tokens = np.concatenate([prompt, sample.tokens().token_ids])
             words, level = ticket.words[row : row + 1].copy(), seats.level[slot]
-            self.add(Ticket([sample], words, level, tokens, ticket.num_prompt, ticket.arrival))
+            self.add(Ticket([sample], words, level, tokens, ticket.num_prompt, ticket.arrival, ticket.scores))
             self.num_preempted += 1
             return
         slots = ticket.slots
@@ -340,6 +354,12 @@ class Scheduler:
         for slot in (status > RUNNING).nonzero()[0].tolist():
             reason = int(status[slot])
             seats.vacate(slot, reason, _BAD_ROW if reason == ERROR else None)
+
+    def deliver_scores(self, plan: Plan, words: np.ndarray) -> None:
+        """Take in what was scored of prompts, i32[p, N, R]; whoever has left meanwhile keeps it too."""
+        assert plan.prefill is not None
+        for row, scores, which in plan.prefill.scored:
+            scores.put(words[row, which])
 
     def with_grammar(self, plan: Plan) -> list[tuple[int, Sample]]:
         """(row, sample) of those rows of a plan that have a grammar and still hold their slot."""

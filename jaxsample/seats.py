@@ -12,6 +12,7 @@ from jaxsample.buckets import smallest
 from jaxsample.guidance_rows import OFF
 from jaxsample.pages import PagePool
 from jaxsample.params import Limits
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.requests import IDLE
 from jaxsample.slots import ADMIT, CHANGE, RELEASE, blank_updates
 from jaxsample.staging import pack_rows
@@ -34,6 +35,7 @@ class Ticket:
       tokens: i32[T], the prompt and what was emitted before.
       num_prompt: tokens of the prompt.
       arrival: the order in which requests came; the lower goes first.
+      scores: of the prompt; None where none were asked for.
       slots: where the samples sit.
     """
 
@@ -43,6 +45,7 @@ class Ticket:
     tokens: np.ndarray
     num_prompt: int
     arrival: int
+    scores: PromptScores | None = None
     slots: list[int] = dataclasses.field(default_factory=list)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.record import columns_of
 from jaxsample.requests import IDLE, RUNNING, finish_reason
 
@@ -350,16 +351,37 @@ class Stream:
     Attributes:
       request: as submitted, the seed settled; `Engine.change` replaces it.
       samples: n Samples.
+      scores: PromptScores, None where the request has no `prompt_logprobs`.
     """
 
-    def __init__(self, request: Any, samples: tuple[Sample, ...], step: Callable[[], bool]):
+    def __init__(
+        self,
+        request: Any,
+        samples: tuple[Sample, ...],
+        step: Callable[[], bool],
+        scores: PromptScores | None = None,
+    ):
         self.request = request
         self.samples = samples
+        self.scores = scores
         self._step = step
 
     @property
     def done(self) -> bool:
         return all(sample.done for sample in self.samples)
+
+    @property
+    def prompt_logprobs(self) -> Tokens | None:
+        """The prompt's tokens but the first, with the logprobs, ranks and top n the model itself gives them.
+
+        As many as are known yet: all T - 1 of them from before the first token is out, in whole chunks until
+        then. None where the request has no `prompt_logprobs`.
+        """
+        if self.scores is None:
+            return None
+        token_ids, words = self.scores.words()
+        num_top = self.scores.num_logprobs
+        return _tokens(np.concatenate([token_ids[:, None], words], axis=1), num_top, num_top)
 
     def __iter__(self) -> Iterator[tuple[Sample, Tokens]]:
         while True:

@@ -184,7 +184,7 @@ def test_a_reader_beside_the_writer_gets_every_token_once():
     sample.take_seat(outputs, 1)
 
     def write():
-        for token in range(20_000):
+        for token in range(6_000):
             outputs.write(np.asarray([[1, 1, 0, 0, token]], np.int32), 0, np.asarray([1]), None)
             if token % 1000 == 999:  # gives way, and comes back at once
                 sample.leave_seat(js.IDLE)
@@ -198,7 +198,7 @@ def test_a_reader_beside_the_writer_gets_every_token_once():
         got += sample.read().token_ids.tolist()
         assert sample.tokens(len(got) // 2).token_ids[:1].tolist() in ([], [len(got) // 2])
     writer.join()
-    assert got + sample.read().token_ids.tolist() == list(range(20_000))
+    assert got + sample.read().token_ids.tolist() == list(range(6_000))
 
 
 # --- scheduler -------------------------------------------------------------------------------------------------------

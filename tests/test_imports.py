@@ -57,6 +57,7 @@ MODULE_ORDER = (
     "guided",
     "buckets",
     "staging",
+    "prompt_scores",
     "slots",
     "lowering",
     "grammar",
