@@ -54,11 +54,10 @@ class PagePool:
           ValueError: a page that nobody holds; nothing is given back.
         """
         free, holders = self._free, self._holders
-        for page in pages:
-            if not holders[page]:
-                raise ValueError(
-                    f"pages hold {[page for page in pages if not holders[page]]}, which are free already"
-                )
+        if not all(map(holders.__getitem__, pages)):
+            raise ValueError(
+                f"pages hold {[page for page in pages if not holders[page]]}, which are free already"
+            )
         for page in pages:
             left = holders[page] = holders[page] - 1
             if not left:

@@ -83,7 +83,7 @@ class Seats:
 
     Attributes:
       sample, ticket: who sits in each slot, None for nobody.
-      total: i64[B], tokens of each, prompt and emitted, as far as the host knows.
+      total: i32[B], tokens of each, prompt and emitted, as far as the host knows.
       level: B indices of the features each needs. masked: B times whether it has a grammar.
       guided: B times whether a value model guides it.
       generation: i64[B], counts how often the slot was vacated.
@@ -115,7 +115,8 @@ class Seats:
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self.level = [0] * num_slots
         self.running, self.masked, self.guided = ([False] * num_slots for _ in range(3))
-        self.total, self.generation, self.held = (np.zeros(num_slots, np.int64) for _ in range(3))
+        self.total = np.zeros(num_slots, np.int32)
+        self.generation, self.held = (np.zeros(num_slots, np.int64) for _ in range(2))
         self.limit = np.full(num_slots, _UNLIMITED, np.int64)
         self.table = np.full((num_slots, pages_per_row), -1, np.int32)
         self.pool = PagePool(num_pages)
@@ -130,7 +131,7 @@ class Seats:
         self.slack = self._reach
         # A row of t tokens writes at slots t - 1 and on, as many as are reserved ahead: by pages held.
         room = np.arange(pages_per_row + 1) * page_size
-        self._limit_with = np.where(room >= limits.max_length, _UNLIMITED, room - self._ahead + 1)
+        self._limit_with = np.where(room >= limits.max_length, _UNLIMITED, room - self._ahead + 1).tolist()
         self._free = list(range(num_slots))[::-1]
         self._rows: Rows | None = None
         self._record = np.full((num_slots, 3), -1, np.int32)  # as in Rows, for b = B
@@ -218,7 +219,7 @@ class Seats:
         for slot, page in zip(slots.tolist(), pages, strict=True):
             self.pages[slot].append(page)
         self.held[slots] = places + 1
-        self.limit[slots] = self._limit_with[places + 1]
+        self.limit[slots] = [self._limit_with[place + 1] for place in places.tolist()]
         self.slack = min(int((self.limit - self.total).min()), self._reach)
         self.num_pages = int(self.held[self._needs > 0].max(initial=0))
         return places, pages
@@ -255,13 +256,13 @@ class Seats:
           (page to read, page to write) of those pages that must be copied, since each writes on its own.
         """
         slots = ticket.slots
+        num_pages = len(self.pages[slots[0]])  # all hold as many
+        limit = self._limit_with[num_pages]
         for slot in slots:
             self.running[slot] = True
+            self.limit[slot] = limit
             self._record[slot, 0] = slot
             self._needs[slot] = self._bits(slot)
-        num_pages = int(self.held[slots[0]])  # all hold as many
-        limit = int(self._limit_with[num_pages])
-        self.limit[slots] = limit
         self.slack = min(self.slack, limit - len(ticket.tokens))
         self.num_pages = max(self.num_pages, num_pages)
         self.num_running += len(slots)

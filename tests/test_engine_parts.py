@@ -150,11 +150,11 @@ def test_a_sample_goes_on_in_another_slot_and_is_read_once():
     sample.leave_seat(js.ERROR, "because")
     assert sample.done and sample.error == "because" and sample.finish_reason == "error"
     assert sample.read().token_ids.size == 0 and sample.tokens().token_ids.tolist() == [7, 8, 9]
-    for token in range(300):  # the block is begun anew
+    for token in range(700):  # the block is begun anew
         say(1, token)
-    assert sample.tokens(1).token_ids.tolist() == [8, 9] and outputs.totals() == (304, 304, 0, 0)
-    assert other.tokens(250).token_ids.tolist() == list(range(249, 300))
-    assert other.read().token_ids.tolist() == list(range(300)) and other.read().token_ids.size == 0
+    assert sample.tokens(1).token_ids.tolist() == [8, 9] and outputs.totals() == (704, 704, 0, 0)
+    assert other.tokens(250).token_ids.tolist() == list(range(249, 700))
+    assert other.read().token_ids.tolist() == list(range(700)) and other.read().token_ids.size == 0
 
 
 def test_levels_with_logprobs_of_their_own_mix_in_a_stream():
@@ -164,7 +164,7 @@ def test_levels_with_logprobs_of_their_own_mix_in_a_stream():
     all_of.take_seat(outputs, 0)
     one_of.take_seat(outputs, 1)
     generator, expected = np.random.default_rng(0), []
-    for step in range(200):
+    for step in range(600):
         level = int(generator.integers(1, 3)) if step % 50 else 0
         record = generator.integers(0, 100, (2, 5 if not level else 4 + 3 + 2 * tops[level])).astype(np.int32)
         record[:, 1] = level > 0, level > 0
