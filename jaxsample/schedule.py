@@ -79,6 +79,7 @@ class Scheduler:
     ):
         """step_width: M, the most tokens a step emits; at most page_size. has_values: with a value model."""
         self._limits, self._buckets, self._width = limits, buckets, step_width
+        self._has_values = has_values
         num_slots, num_tops = buckets.rows[-1], [features.num_logprobs for features in buckets.features]
         self.outputs = Outputs(num_slots, step_width, num_tops)
         self.seats = Seats(
@@ -255,7 +256,7 @@ class Scheduler:
             heapq.heappop(self._queue)
             taken = seats.seat(ticket, shared, own)
             self._committed[taken[0]] = 0
-            if any(seats.guided[slot] for slot in taken):
+            if self._has_values and any(seats.guided[slot] for slot in taken):
                 self._valued[taken[0]] = 0
 
     def _prefill(self, committed: dict[int, int], num_left: int) -> Chunk | None:

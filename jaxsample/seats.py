@@ -5,6 +5,8 @@ work per request; requests are touched one by one only when they come and when t
 """
 
 import dataclasses
+import functools
+import operator
 
 import numpy as np
 
@@ -135,7 +137,8 @@ class Seats:
         self._free = list(range(num_slots))[::-1]
         self._rows: Rows | None = None
         self._record = np.full((num_slots, 3), -1, np.int32)  # as in Rows, for b = B
-        self._needs = np.zeros(num_slots, np.int64)  # of those that run: bits for level, grammar and guidance
+        self._bits = [0] * num_slots  # of those that run: for level, grammar and guidance
+        self._num_with: dict[int, int] = {}  # bits -> how many run with them
         # slot -> kind, ticket, row of the ticket
         self._changes: dict[int, tuple[int, Ticket | None, int]] = {}
         blank = blank_updates(limits, pages_per_row, 1, has_values)
@@ -163,7 +166,7 @@ class Seats:
                 slots = record[record[:, 0] >= 0]
                 record = np.full((size, 3), -1, np.int32)
                 record[: len(slots)] = slots
-            needs = int(np.bitwise_or.reduce(self._needs))
+            needs = functools.reduce(operator.or_, self._num_with, 0)
             self._rows = Rows(
                 record,
                 self.generation.copy(),
@@ -221,7 +224,7 @@ class Seats:
         self.held[slots] = places + 1
         self.limit[slots] = [self._limit_with[place + 1] for place in places.tolist()]
         self.slack = min(int((self.limit - self.total).min()), self._reach)
-        self.num_pages = int(self.held[self._needs > 0].max(initial=0))
+        self.num_pages = int(self.held[self._record[:, 0] >= 0].max(initial=0))
         return places, pages
 
     # --- coming and going -----------------------------------------------------------------------------------
@@ -262,7 +265,7 @@ class Seats:
             self.running[slot] = True
             self.limit[slot] = limit
             self._record[slot, 0] = slot
-            self._needs[slot] = self._bits(slot)
+            self._set_bits(slot)
         self.slack = min(self.slack, limit - len(ticket.tokens))
         self.num_pages = max(self.num_pages, num_pages)
         self.num_running += len(slots)
@@ -282,7 +285,7 @@ class Seats:
         ticket.level = max(ticket.level, level)  # it may be seated anew before it runs
         self.level[slot], self.guided[slot] = level, self.guides(words)
         if self.running[slot]:
-            self._needs[slot] = self._bits(slot)
+            self._set_bits(slot)
             self._rows = None
         self._changes.setdefault(slot, (CHANGE, ticket, row))
 
@@ -291,13 +294,15 @@ class Seats:
         sample = self.sample_at(slot)
         self.pool.give(self.pages[slot])
         self.pages[slot] = []
-        self.held[slot] = self._needs[slot] = 0
+        self.held[slot] = 0
         self.limit[slot] = _UNLIMITED
         self.generation[slot] += 1
         self._record[slot, 0] = -1
         self.num_left += 1
-        self.num_running -= self.running[slot]
-        self.running[slot] = False
+        if self.running[slot]:
+            self.num_running -= 1
+            self.running[slot] = False
+            self._set_bits(slot)
         self._rows = None
         self.sample[slot] = self.ticket[slot] = None
         self._free.append(slot)
@@ -334,5 +339,14 @@ class Seats:
         self._changes = {}
         return record
 
-    def _bits(self, slot: int) -> int:
-        return 4 << self.level[slot] | _GUIDED * self.guided[slot] | _MASKED * self.masked[slot]
+    def _set_bits(self, slot: int) -> None:
+        """Count what a slot needs, now that it runs, has changed or runs no more."""
+        old, new, num_with = self._bits[slot], 0, self._num_with
+        if self.running[slot]:
+            new = 4 << self.level[slot] | _GUIDED * self.guided[slot] | _MASKED * self.masked[slot]
+            num_with[new] = num_with.get(new, 0) + 1
+        if old:
+            num_with[old] -= 1
+            if not num_with[old]:
+                del num_with[old]
+        self._bits[slot] = new

@@ -15,7 +15,7 @@ from jaxsample.prompt_scores import PromptScores
 from jaxsample.record import columns_of
 from jaxsample.requests import IDLE, RUNNING, finish_reason
 
-_MOST_STEPS, _MOST_WORDS = 256, 1 << 21  # of a block
+_MOST_STEPS, _MOST_WORDS = 128, 1 << 21  # of a block
 
 
 @dataclasses.dataclass(frozen=True)
