@@ -62,7 +62,7 @@ def make_params(
       n: independent children, at most 65,536; row i of the result is child i, and child 0 equals the request
         with n = 1.
       logprobs: None for none, 0 for the emitted token's, k for its and the k best.
-      prompt_logprobs: the same for prompt tokens; checked here, served by `logprobs.score`.
+      prompt_logprobs: the same for prompt tokens; checked here, served by `logprobs.score` and in engines.
       min_tokens: EOS and stop ids are banned until so many tokens are out. max_tokens: None for no limit but
         the cache's; a request emits at least one token.
       eos_token_ids: the model's end tokens. stop_token_ids: the request's own.

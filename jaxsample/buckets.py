@@ -30,6 +30,9 @@ class Buckets:
       prefill: (prompts, tokens of each) of one prefill call, ascending in tokens.
       features: stages; each serves whatever the ones before it serve.
       updates: requests admitted, changed or ended in one write.
+      prompt_logprobs: most top logprobs of prompt tokens that requests may ask for, at most
+        Limits.num_logprobs; -1: none may ask, and nothing is compiled for it. Else each prefill has a second
+        program, for chunks with such requests, in which the logits [p * N, V] exist.
     """
 
     rows: tuple[int, ...]
@@ -37,6 +40,7 @@ class Buckets:
     prefill: tuple[tuple[int, int], ...]
     features: tuple[Features, ...]
     updates: tuple[int, ...]
+    prompt_logprobs: int = -1
 
     def __post_init__(self):
         tokens = tuple(tokens for _, tokens in self.prefill)
@@ -54,6 +58,8 @@ class Buckets:
                 raise ValueError(f"prefill has {prompts} prompts, allowed is 1 ... {self.rows[-1]} (rows)")
         if self.updates[-1] != self.rows[-1]:
             raise ValueError(f"updates end at {self.updates[-1]}, expected {self.rows[-1]}, as rows do")
+        if not isinstance(self.prompt_logprobs, int) or self.prompt_logprobs < -1:
+            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs!r}, allowed are integers from -1")
         if not self.features:
             raise ValueError("features is empty, at least one is needed")
         for lesser, greater in itertools.pairwise(self.features):
@@ -69,7 +75,8 @@ class Buckets:
         Those that a value model adds are not counted.
         """
         steps = len(self.rows) * len(self.lengths) * (len(self.features) + 2)
-        return steps + len(self.prefill) * len(self.lengths) + len(self.updates) + 1
+        prefills = len(self.prefill) * len(self.lengths) * (1 if self.prompt_logprobs < 0 else 2)
+        return steps + prefills + len(self.updates) + 1
 
     def level_of(self, needed: Features) -> int:
         """Index of the first features that serve rows which need these.
@@ -133,6 +140,11 @@ def check_sizes(
     for name, value in (("num_pages", num_pages), ("max_waiting", max_waiting)):
         if value < 1:
             raise ValueError(f"{name} is {value}, allowed are integers from 1")
+    if buckets.prompt_logprobs > limits.num_logprobs:
+        raise ValueError(
+            f"buckets.prompt_logprobs is {buckets.prompt_logprobs}, allowed is at most limits.num_logprobs = "
+            f"{limits.num_logprobs}"
+        )
     for features in buckets.features:
         if features.transforms:
             raise ValueError("buckets.features hold transforms, which an engine has no arguments for")

@@ -26,19 +26,3 @@ class EngineStats:
     num_drafted: int
     num_accepted: int
     num_preempted: int
-
-
-@dataclasses.dataclass
-class Totals:
-    """Counts since the engine was made.
-
-    Fields:
-      tokens: emitted. windows: row steps that emitted. drafted, accepted: proposals.
-      preempted: times a sample had to give up its slot.
-    """
-
-    tokens: int = 0
-    windows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    preempted: int = 0

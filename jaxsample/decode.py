@@ -184,7 +184,7 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
             raise ValueError(
                 f"tokens are {tokens.shape[1]} wide, allowed is at most max_length = {limits.max_length}"
             )
-        return commit_tokens(forward, weights, cache, tokens, lengths, counts)
+        return commit_tokens(forward, weights, cache, tokens, lengths, counts)[1]
 
     return jax.jit(prefill, donate_argnums=(1,))
 
@@ -192,14 +192,15 @@ def make_prefill(forward: Callable[..., Any], limits: Limits):
 def commit_tokens(forward: Callable[..., Any], weights, cache, tokens, lengths, counts, rows=None) -> Any:
     """Run known tokens through the model and commit their keys and values: the body of `make_prefill`.
 
-    With rows, i32[b], tokens, lengths and counts are of these rows of the cache alone.
+    With rows, i32[b], tokens, lengths and counts are of these rows alone. Returns (hidden [b, N, W], cache).
     """
     num_rows, num_tokens = tokens.shape
     view = cache if rows is None else cache.take(rows)
     order = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
     mask = attention_mask(lengths, chain(num_tokens - 1), view.num_slots)
-    _, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, view, mask)
-    return commit(cache, staged, lengths, jnp.broadcast_to(order, (num_rows, num_tokens)), counts, rows)
+    hidden, staged = forward(weights, jnp.maximum(tokens, 0), lengths[:, None] + order, view, mask)
+    path = jnp.broadcast_to(order, (num_rows, num_tokens))
+    return hidden, commit(cache, staged, lengths, path, counts, rows)
 
 
 class StepParts(NamedTuple):

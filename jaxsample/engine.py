@@ -153,8 +153,9 @@ class Engine:
                     draw=draw,
                 )
             )
-        self._in_flight: collections.deque[tuple[Plan, Any]] = collections.deque()  # launched, not taken in
-        self._begun: tuple[Plan, Any] | None = None  # a step whose masks are to be made
+        # (plan, record, scores of prompts): launched, not taken in; and a step whose masks are to be made.
+        self._in_flight: collections.deque[tuple[Plan, Any, Any]] = collections.deque()
+        self._begun: tuple[Plan, Any, Any] | None = None
         self._reading = False
         self._failure: str | None = None
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -194,12 +195,13 @@ class Engine:
             Sample(index, accepted.num_logprobs, matcher, accepted.ends, owner=self)
             for index, matcher in enumerate(matchers)
         ]
-        stream = Stream(accepted.request, tuple(samples), self.step)
+        prompt, scores = accepted.prompt, accepted.scores
+        stream = Stream(accepted.request, tuple(samples), self.step, scores)
         with self._submitting:
             if self.room == 0:
                 raise QueueFull(f"{self._max_waiting} requests wait already (max_waiting)")
-            prompt = accepted.prompt
-            ticket = Ticket(samples, accepted.words, accepted.level, prompt, len(prompt), self._num_submitted)
+            order = self._num_submitted
+            ticket = Ticket(samples, accepted.words, accepted.level, prompt, len(prompt), order, scores)
             self._num_submitted += 1
             self._inbox.append(functools.partial(self._queue, ticket))
         return stream
@@ -232,9 +234,10 @@ class Engine:
             raise ValueError(f"n is {params['n']}, allowed is {len(stream.samples)}: it cannot change")
         seed = {"seed": old.params["seed"]} if params.get("seed", 0) is None else {}
         accepted = self._intake.accept(dataclasses.replace(old, params={**old.params, **params, **seed}))
-        if accepted.num_logprobs != stream.samples[0].num_logprobs:
-            asked = old.params.get("logprobs")
-            raise ValueError(f"logprobs is {params['logprobs']}, allowed is {asked}: it cannot change")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = old.params.get(name)
+            if params.get(name, asked) != asked:
+                raise ValueError(f"{name} is {params[name]}, allowed is {asked}: it cannot change")
         stream.request = accepted.request
         for sample, words in zip(stream.samples, accepted.words, strict=True):
             self._inbox.append(functools.partial(self._change, sample, words, accepted.level, accepted.ends))
@@ -298,24 +301,30 @@ class Engine:
             self._begun = None
 
     def _launch(self, plan: Plan) -> bool:
-        """Start the plan's programs; whether a step is among them."""
-        programs, weights = self._programs, self._weights
+        """Start the plan's programs; whether something is to be read of them."""
+        programs, weights, scores = self._programs, self._weights, None
         if plan.updates is not None:
             self._state = programs["update", len(plan.updates)](self._state, plan.updates)
         if plan.prefill is not None:
-            record, length = plan.prefill
-            self._state = programs["prefill", *record.shape, length](weights, self._state, record)
+            record, length, scored = plan.prefill
+            if scored:
+                program = programs["prefill scored", *record.shape, length]
+                self._state, scores = program(weights, self._state, record)
+                scores.copy_to_host_async()
+            else:
+                self._state = programs["prefill", *record.shape, length](weights, self._state, record)
         if plan.prefill_values is not None:
-            record, length = plan.prefill_values
+            record, length, _ = plan.prefill_values
             program = programs["prefill values", *record.shape, length]
             self._state = program(self._value_weights, self._state, record)
         if plan.copies is not None:
             self._state = programs[("copy pages",)](self._state, plan.copies)
-        if not len(plan.slots):
-            return False
+        if not plan.num_rows:
+            self._in_flight.extend([(plan, None, scores)] if scores is not None else [])
+            return scores is not None
         shape = len(plan.record), plan.length
         if plan.masked:
-            self._begun = plan, programs["look ahead", *shape](weights, self._state, plan.record)
+            self._begun = plan, programs["look ahead", *shape](weights, self._state, plan.record), scores
             return True
         if plan.guided:
             both = weights, self._value_weights
@@ -323,10 +332,10 @@ class Engine:
         else:
             self._state, record = programs["step", *shape, plan.level](weights, self._state, plan.record)
         record.copy_to_host_async()
-        self._in_flight.append((plan, record))
+        self._in_flight.append((plan, record, scores))
         return True
 
-    def _complete(self, plan: Plan, launched) -> None:
+    def _complete(self, plan: Plan, launched, scores) -> None:
         drafted, ahead = launched
         name = "guided complete" if plan.guided else "complete"
         program = self._programs[name, len(plan.record), plan.length]
@@ -334,15 +343,18 @@ class Engine:
         masks = self._masks(plan, drafted)
         self._state, record = program(weights, self._state, plan.record, drafted, ahead, masks)
         record.copy_to_host_async()
-        self._in_flight.append((plan, record))
+        self._in_flight.append((plan, record, scores))
 
     def _take_in(self) -> None:
-        plan, record = self._in_flight[0]
+        plan, *told = self._in_flight[0]
         self._reading = True
-        record = np.asarray(record)  # waits for the device
+        record, scores = (None if x is None else np.asarray(x) for x in told)  # waits for the device
         self._reading = False
         self._in_flight.popleft()
-        self._scheduler.deliver(plan, record)
+        if scores is not None:  # before the first token of any that were scored
+            self._scheduler.deliver_scores(plan, scores)
+        if record is not None:
+            self._scheduler.deliver(plan, record)
         if plan.masked:
             for _, sample in self._scheduler.with_grammar(plan):
                 self._attempt(sample, self._follow, sample)
@@ -360,11 +372,10 @@ class Engine:
 
     def _follow(self, sample: Sample) -> None:
         """Tell a sample's matcher what it emitted."""
-        token_ids = sample.tokens().token_ids
-        for token in token_ids[sample.num_matched :].tolist():
+        for token in sample.tokens(sample.num_matched).token_ids.tolist():
             if not sample.matcher.accept(token):
                 raise ValueError(f"the grammar does not accept token {token}")
-        sample.num_matched = len(token_ids)
+            sample.num_matched += 1
 
     def _masks(self, plan: Plan, drafted) -> np.ndarray:
         """u32[b, W], or u32[b, N, W] with proposals: the tokens each row's grammar allows."""

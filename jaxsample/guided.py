@@ -122,7 +122,7 @@ def make_value_prefill(forward: Callable[..., Any]):
             raise ValueError(
                 f"tokens have {tokens.shape[1]} columns, allowed are the cache's {num_slots} slots"
             )
-        cache = commit_tokens(forward, weights, values.cache, tokens, values.length, counts)
+        _, cache = commit_tokens(forward, weights, values.cache, tokens, values.length, counts)
         return GuidedState(values.guidance, cache, values.length + counts)
 
     return jax.jit(prefill, donate_argnums=(1,))
@@ -298,7 +298,7 @@ def _catch_up(forward, weights, requests: Requests, values: GuidedState, chunk: 
     place = take(values.length)[:, None] + jnp.arange(chunk.num_tokens, dtype=jnp.int32)[None, :]
     tokens = jnp.take_along_axis(take(requests.history.tokens), place, axis=1, mode="clip")
     counts = jnp.minimum(take(behind), chunk.num_tokens)
-    cache = commit_tokens(forward, weights, values.cache, tokens, take(values.length), counts, rows)
+    _, cache = commit_tokens(forward, weights, values.cache, tokens, take(values.length), counts, rows)
     return GuidedState(values.guidance, cache, values.length.at[rows].add(counts))
 
 

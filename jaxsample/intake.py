@@ -15,6 +15,7 @@ from jaxsample.buckets import Buckets
 from jaxsample.grammar import Matcher
 from jaxsample.guidance_rows import Guidance, make_guidance
 from jaxsample.params import Limits, SamplingParams, required_features
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.staging import pack_rows
 
 
@@ -45,6 +46,7 @@ class Accepted:
       words: i32[n, W], parameters, stop rule and, with a value model, guidance of each sample, packed.
       level: index of the features it needs.
       num_logprobs: top logprobs asked for; -1 for none.
+      scores: what is to come of the prompt's; None where none were asked for.
       ends: the ids that end it.
     """
 
@@ -53,6 +55,7 @@ class Accepted:
     words: np.ndarray
     level: int
     num_logprobs: int
+    scores: PromptScores | None
     ends: frozenset[int]
 
 
@@ -85,9 +88,12 @@ class Intake:
           ValueError: names the argument, the value and what is allowed. TypeError: no such parameter.
         """
         params = dict(request.params)
-        if params.get("prompt_logprobs") is not None:
-            value = params["prompt_logprobs"]
-            raise ValueError(f"prompt_logprobs is {value!r}, allowed is None: use `score` on the prompt")
+        scored, most_scored = params.get("prompt_logprobs"), self._buckets.prompt_logprobs
+        if scored is not None and most_scored < 0:
+            raise ValueError(
+                f"prompt_logprobs is {scored!r}, allowed is None: the engine was made without "
+                "(buckets.prompt_logprobs is -1)"
+            )
         if request.grammar is not None and not self._grammars:
             raise ValueError("grammar is given, allowed is None: the engine was made with grammars=False")
         if params.get("seed") is None:
@@ -95,6 +101,10 @@ class Intake:
         limits, most = self._limits, self._buckets.features[-1]
         prompt = _checked_prompt(request.prompt, limits)
         rows, stop = make_params(limits, prompt_length=len(prompt), **params)
+        if scored is not None and scored > most_scored:
+            raise ValueError(
+                f"prompt_logprobs is {scored}, allowed are integers in [0, {most_scored}] (buckets)"
+            )
         guidance = self._guidance(rows, request.guidance)
         needed = required_features(
             rows,
@@ -123,6 +133,7 @@ class Intake:
             words=pack_rows((rows, stop, guidance)),
             level=level,
             num_logprobs=num_logprobs,
+            scores=None if scored is None else PromptScores(prompt, int(scored), most_scored),
             ends=_ends(params),
         )
 

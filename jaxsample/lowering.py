@@ -22,6 +22,7 @@ from jaxsample.draft import ROOT
 from jaxsample.guided import Scorer, guided_parts
 from jaxsample.paged import PagedKVCache
 from jaxsample.params import Limits
+from jaxsample.prompt_scores import make_scorer
 from jaxsample.propose import Proposer
 from jaxsample.sample import Sampled
 from jaxsample.sharding import Axis, axis_names, axis_size
@@ -52,6 +53,7 @@ def lower_programs(
         ("update", n)(state, record) -> state
         ("copy pages",)(state, pairs) -> state
         ("prefill", p, 3 + N, S)(weights, state, record) -> state
+        ("prefill scored", p, 3 + N + 1, S)(weights, state, record) -> (state, scores)
         ("step", b, S, level)(weights, state, plan) -> (state, record)
         ("look ahead", b, S)(weights, state, plan) -> (drafted, ahead)
         ("complete", b, S)(weights, state, plan, drafted, ahead, masks) -> (state, record)
@@ -96,6 +98,9 @@ def lower_programs(
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
 
     told = None if mesh is None else (kept, whole)
+    score = None
+    if buckets.prompt_logprobs >= 0:
+        score = make_scorer(unembed, limits.vocab_size, buckets.prompt_logprobs, mesh, axis, batch_axis)
 
     width = pack_rows(slots.blank_updates(limits, pages_per_row, 1, scorer is not None)).shape[1]
     for size in buckets.updates:
@@ -107,7 +112,12 @@ def lower_programs(
         for prompts, tokens in buckets.prefill:
             chunk = functools.partial(slots.prefill, forward, draft_forward, has_proposer, num_pages)
             record = integers(prompts, 3 + tokens)
-            add(("prefill", *record.shape, length), chunk, (1,), kept, weights, state, record)
+            plain = functools.partial(chunk, None)
+            add(("prefill", *record.shape, length), plain, (1,), kept, weights, state, record)
+            if score is not None:
+                longer = integers(prompts, 3 + tokens + 1)
+                name = ("prefill scored", *longer.shape, length)
+                add(name, functools.partial(chunk, score), (1,), told, weights, state, longer)
             if scorer is not None:
                 name = ("prefill values", *record.shape, length)
                 chunk = functools.partial(slots.prefill_values, scorer.forward, num_pages)

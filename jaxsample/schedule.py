@@ -11,21 +11,25 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsample.buckets import Buckets, smallest
-from jaxsample.counts import EngineStats, Totals
+from jaxsample.counts import EngineStats
 from jaxsample.params import Limits
-from jaxsample.record import columns_of
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.requests import CANCELLED, ERROR, RUNNING
 from jaxsample.seats import Seats, Ticket
-from jaxsample.streams import Sample
+from jaxsample.streams import Outputs, Sample
 
 _BAD_ROW = "the logits held NaN or infinity, or no token was left to draw"
 
 
 class Chunk(NamedTuple):
-    """Known tokens of some slots: record i32[p, 3 + N], and the bucket of lengths they end in."""
+    """Known tokens of some slots: record i32[p, 3 + N], and the bucket of lengths they end in.
+
+    Where tokens are to be scored, `scored` says (row, whose, which), and the record has one token more.
+    """
 
     record: np.ndarray
     length: int
+    scored: tuple[tuple[int, PromptScores, slice], ...] = ()
 
 
 @dataclasses.dataclass
@@ -36,8 +40,9 @@ class Plan:
       updates: i32[n, R], an Update packed.
       prefill: Chunk for `slots.prefill`. prefill_values: for `slots.prefill_values`.
       copies: i32[B, 2], pages to copy.
-      slots: i32[k], the slots of the step, k = 0 for no step. record: i32[b, 3], for the device.
-      generations: i64[k], who held them.
+      num_rows: k, the slots of the step, 0 for no step. record: i32[b, 3], for the device, as in `Rows`, with
+        pages.
+      generations: i64[B], who held each slot. num_left: how many had left one until then.
       length, level: the step's bucket of lengths and index of features, the last where masked or guided.
       masked: whether a slot has a grammar. guided: whether a value model guides one.
     """
@@ -46,9 +51,10 @@ class Plan:
     prefill: Chunk | None
     prefill_values: Chunk | None
     copies: np.ndarray | None
-    slots: np.ndarray
+    num_rows: int
     record: np.ndarray
     generations: np.ndarray
+    num_left: int
     length: int
     level: int
     masked: bool
@@ -59,7 +65,7 @@ class Scheduler:
     """The queue and the seats.
 
     Attributes:
-      seats: Seats. totals: Totals.
+      seats: Seats. outputs: Outputs. num_preempted: times a sample had to give up its slot.
     """
 
     def __init__(
@@ -72,24 +78,25 @@ class Scheduler:
         has_values: bool = False,
     ):
         """step_width: M, the most tokens a step emits; at most page_size. has_values: with a value model."""
-        self._limits, self._buckets = limits, buckets
-        self._columns = [
-            [_as_slice(columns) for columns in columns_of(step_width, x.num_logprobs)]
-            for x in buckets.features
-        ]
-        # A step is launched before the last one is known: two steps' writes must have room. A value model's
-        # cache is a token ahead.
+        self._limits, self._buckets, self._width = limits, buckets, step_width
+        self._has_values = has_values
+        num_slots, num_tops = buckets.rows[-1], [features.num_logprobs for features in buckets.features]
+        self.outputs = Outputs(num_slots, step_width, num_tops)
         self.seats = Seats(
             limits,
-            buckets.rows[-1],
+            num_slots,
             buckets.lengths[-1] // page_size,
             page_size,
             num_pages,
-            buckets.features[-1].num_logprobs,
-            ahead=2 * step_width + has_values,
-            has_values=has_values,
+            buckets.rows,
+            self.outputs,
+            step_width,
+            has_values,
         )
-        self.totals = Totals()
+        self.num_preempted = 0
+        self._blanks = {width: np.zeros((p, 3 + width), np.int32) for p, width in buckets.prefill}
+        for blank in self._blanks.values():
+            blank[:, 0] = num_slots
         self._queue: list[tuple[int, Ticket]] = []  # a heap by order of arrival
         self._committed: dict[int, int] = {}  # first slot of a ticket -> tokens committed, until all are
         self._valued: dict[int, int] = {}  # likewise in the value model's cache, of tickets that are guided
@@ -100,18 +107,19 @@ class Scheduler:
 
     def stats(self, num_waiting: int) -> EngineStats:
         """The counts, with those waiting whom the scheduler has not been given yet."""
-        seats, totals = self.seats, self.totals
+        seats = self.seats
+        num_tokens, num_windows, num_drafted, num_accepted = self.outputs.totals()
         return EngineStats(
             num_waiting=num_waiting,
             num_seated=seats.num_slots - seats.num_free,
             num_slots=seats.num_slots,
             num_free_pages=seats.pool.num_free,
-            num_pages=seats.pool.holders.size,
-            num_tokens=totals.tokens,
-            num_windows=totals.windows,
-            num_drafted=totals.drafted,
-            num_accepted=totals.accepted,
-            num_preempted=totals.preempted,
+            num_pages=seats.pool.num_pages,
+            num_tokens=num_tokens,
+            num_windows=num_windows,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            num_preempted=self.num_preempted,
         )
 
     @property
@@ -188,26 +196,36 @@ class Scheduler:
     def plan(self) -> Plan:
         """What the next launch does; as far as the scheduler is concerned it is done."""
         seats, buckets = self.seats, self._buckets
-        grown = self._make_room()
-        added = seats.grow(grown) if len(grown) else None
-        self._admit()
-        prefill, values = self._prefill(self._committed, 1), self._prefill(self._valued, 0)
-        copies = self._begin()
+        grown, added = (), None
+        if seats.slack < 0:
+            grown = self._make_room()
+            added = seats.grow(grown)
+        if self._queue and seats.num_free:
+            self._admit()
+        prefill = values = copies = None
+        if self._committed:
+            prefill, values = self._prefill(self._committed, 1), self._prefill(self._valued, 0)
+            copies = self._begin()
         rows = seats.rows()
-        record = np.full((buckets.rows[smallest(buckets.rows, len(rows.slots))], 3), -1, np.int32)
-        record[: len(rows.slots), 0] = rows.slots
-        if added is not None:
-            at = np.searchsorted(rows.slots, grown)
+        record = rows.record
+        if added is not None and len(grown):
+            record = record.copy()
+            at = (
+                grown
+                if len(record) == seats.num_slots
+                else np.searchsorted(record[: seats.num_running, 0], grown)
+            )
             record[at, 1], record[at, 2] = added
         return Plan(
             updates=seats.take_changes(buckets.updates),
             prefill=prefill,
             prefill_values=values,
             copies=copies,
-            slots=rows.slots,
+            num_rows=seats.num_running,
             record=record,
             generations=rows.generations,
-            length=self._length_for(rows.num_pages),
+            num_left=seats.num_left,
+            length=self._length_for(seats.num_pages),
             level=len(buckets.features) - 1 if rows.masked or rows.guided else rows.level,
             masked=rows.masked,
             guided=rows.guided,
@@ -218,24 +236,27 @@ class Scheduler:
         short = self.seats.short()
         while len(short) > self.seats.pool.num_free:
             self._preempt(self.seats.youngest())
-            short = short[self.seats.running[short]]
+            running = self.seats.running
+            short = np.asarray([slot for slot in short.tolist() if running[slot]], np.int64)
         return short
 
     def _admit(self) -> None:
         """Seat tickets in their order, while there are slots and pages for the next."""
-        seats = self.seats
+        seats, pool = self.seats, self.seats.pool
         while self._queue:
             _, ticket = self._queue[0]
             num_samples = len(ticket.samples)
+            if num_samples > seats.num_free:
+                return
             shared, own = seats.split(len(ticket.tokens), num_samples)
             # While others sit, a few pages stay free, or the newcomer would soon be the one to give way.
-            margin = 1 + seats.pool.holders.size // 100 if seats.num_free < seats.num_slots else 0
-            if num_samples > seats.num_free or shared + num_samples * own + margin > seats.pool.num_free:
+            margin = 1 + pool.num_pages // 100 if seats.num_free < seats.num_slots else 0
+            if shared + num_samples * own + margin > pool.num_free:
                 return
             heapq.heappop(self._queue)
-            taken = seats.seat(ticket)
+            taken = seats.seat(ticket, shared, own)
             self._committed[taken[0]] = 0
-            if seats.guided[taken].any():
+            if self._has_values and any(seats.guided[slot] for slot in taken):
                 self._valued[taken[0]] = 0
 
     def _prefill(self, committed: dict[int, int], num_left: int) -> Chunk | None:
@@ -246,29 +267,42 @@ class Scheduler:
           num_left: last tokens that stay: 1 for the model, whose step takes it; 0 for the value model.
         """
         seats, shapes = self.seats, self._buckets.prefill
-        left = {s: len(seats.ticket_at(s).tokens) - num_left - done for s, done in committed.items()}
-        unfinished = [slot for slot, count in left.items() if count > 0]
+        unfinished = []
+        for slot, start in committed.items():
+            left = len(seats.ticket_at(slot).tokens) - num_left - start
+            if left > 0:
+                unfinished.append((slot, start, left))
         if not unfinished:
             return None
         widths = [width for _, width in shapes]
-        num_prompts, width = shapes[min(smallest(widths, left[unfinished[0]]), len(shapes) - 1)]
-        record = np.zeros((num_prompts, 3 + width), np.int32)
-        record[:, 0] = seats.num_slots
-        furthest = 0
-        for row, slot in zip(record, unfinished, strict=False):
-            start, count = committed[slot], min(left[slot], width)
+        width = widths[min(smallest(widths, unfinished[0][2]), len(shapes) - 1)]
+        record = self._blanks[width].copy()  # what is launched may still be read when the next is made
+        furthest, scored = 0, []
+        for index, (slot, start, left) in enumerate(unfinished[: len(record)]):
+            ticket, row, count = seats.ticket_at(slot), record[index], min(left, width)
+            end = start + count
             row[:3] = slot, start, count
-            row[3 : 3 + count] = seats.ticket_at(slot).tokens[start : start + count]
-            committed[slot] = start + count
-            furthest = max(furthest, start + count)
-        return Chunk(record, self._length_for(-(-furthest // seats.page_size)))
+            row[3 : 3 + count] = ticket.tokens[start:end]
+            if num_left and ticket.scores is not None:
+                which = ticket.scores.claim(start, end)
+                if which is not None:
+                    scored.append((index, ticket.scores, which))
+            committed[slot] = end
+            furthest = max(furthest, end)
+        if scored:
+            record = np.pad(record, ((0, 0), (0, 1)))
+            for index, _, _ in scored:
+                slot, start, count = record[index, :3].tolist()
+                record[index, 3 + count] = seats.ticket_at(slot).tokens[start + count]
+        return Chunk(record, self._length_for(-(-furthest // seats.page_size)), tuple(scored))
 
     def _begin(self) -> np.ndarray | None:
         """Let those run whose prompt is committed; the pages to copy, i32[B, 2]."""
-        seats = self.seats
-        size = lambda slot: len(seats.ticket_at(slot).tokens)
-        done = [s for s, count in self._committed.items() if count == size(s) - 1]
-        done = [s for s in done if self._valued.get(s, size(s)) == size(s)]
+        seats, done = self.seats, []
+        for slot, count in self._committed.items():
+            size = len(seats.ticket_at(slot).tokens)
+            if count == size - 1 and self._valued.get(slot, size) == size:
+                done.append(slot)
         pairs = []
         for slot in done:
             del self._committed[slot]
@@ -276,7 +310,7 @@ class Scheduler:
             pairs += seats.begin(seats.ticket_at(slot))
         if not pairs:
             return None
-        copies = np.full((seats.num_slots, 2), seats.pool.holders.size, np.int32)
+        copies = np.full((seats.num_slots, 2), seats.pool.num_pages, np.int32)
         copies[: len(pairs)] = pairs
         return copies
 
@@ -289,9 +323,9 @@ class Scheduler:
             sample = seats.vacate(slot)
             prompt = ticket.tokens[: ticket.num_prompt]
             tokens = np.concatenate([prompt, sample.tokens().token_ids])
-            words, level = ticket.words[row : row + 1].copy(), int(seats.level[slot])
-            self.add(Ticket([sample], words, level, tokens, ticket.num_prompt, ticket.arrival))
-            self.totals.preempted += 1
+            words, level = ticket.words[row : row + 1].copy(), seats.level[slot]
+            self.add(Ticket([sample], words, level, tokens, ticket.num_prompt, ticket.arrival, ticket.scores))
+            self.num_preempted += 1
             return
         slots = ticket.slots
         for taken in slots:
@@ -299,7 +333,7 @@ class Scheduler:
             self._valued.pop(taken, None)
             seats.vacate(taken)
         self.add(ticket)
-        self.totals.preempted += len(slots)
+        self.num_preempted += len(slots)
 
     def _length_for(self, num_pages: int) -> int:
         lengths = self._buckets.lengths
@@ -309,32 +343,30 @@ class Scheduler:
 
     def deliver(self, plan: Plan, record: np.ndarray) -> None:
         """Take in a step's record, i32[b, R]; rows whose slot has changed hands since are passed over."""
-        seats, totals, slots = self.seats, self.totals, plan.slots
-        record = record[: len(slots)]
-        current = seats.generation[slots] == plan.generations
-        if not current.all():
-            slots, record = slots[current], record[current]
-        status, count = record[:, 0], record[:, 1]
-        seats.outputs.append(slots, count, record, self._columns[plan.level])
-        seats.total[slots] += count
-        tokens, drafted, accepted = record[:, 1:4].sum(axis=0).tolist()
-        totals.tokens += tokens
-        totals.windows += int(np.count_nonzero(count))
-        totals.drafted += drafted
-        totals.accepted += accepted
-        for row in np.flatnonzero(status != RUNNING).tolist():
-            reason = int(status[row])
-            seats.vacate(int(slots[row]), reason, _BAD_ROW if reason == ERROR else None)
+        seats = self.seats
+        dropped = None
+        if seats.num_left != plan.num_left:
+            dropped = (seats.generation != plan.generations).nonzero()[0]
+        slots = None if len(plan.record) == seats.num_slots else plan.record[: plan.num_rows, 0]
+        told = self.outputs.write(record, plan.level, slots, dropped)
+        status = told[:, 0]
+        seats.total += told[:, 1]
+        seats.slack -= self._width
+        for slot in (status > RUNNING).nonzero()[0].tolist():
+            reason = int(status[slot])
+            seats.vacate(slot, reason, _BAD_ROW if reason == ERROR else None)
+
+    def deliver_scores(self, plan: Plan, words: np.ndarray) -> None:
+        """Take in what was scored of prompts, i32[p, N, R]; whoever has left meanwhile keeps it too."""
+        assert plan.prefill is not None
+        for row, scores, which in plan.prefill.scored:
+            scores.put(words[row, which])
 
     def with_grammar(self, plan: Plan) -> list[tuple[int, Sample]]:
         """(row, sample) of those rows of a plan that have a grammar and still hold their slot."""
-        seats, slots = self.seats, plan.slots
-        rows = np.flatnonzero(seats.masked[slots] & (seats.generation[slots] == plan.generations))
-        return [(int(row), seats.sample_at(slots[row])) for row in rows]
-
-
-def _as_slice(columns: np.ndarray) -> np.ndarray | slice:
-    """Columns as a slice where they lie side by side, which is not copied."""
-    first = int(columns[0])
-    together = (columns == first + np.arange(len(columns))).all()
-    return slice(first, first + len(columns)) if together else columns
+        seats = self.seats
+        return [
+            (row, seats.sample_at(slot))
+            for row, slot in enumerate(plan.record[:, 0].tolist())
+            if slot >= 0 and seats.masked[slot] and seats.generation[slot] == plan.generations[slot]
+        ]

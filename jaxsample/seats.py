@@ -5,12 +5,16 @@ work per request; requests are touched one by one only when they come and when t
 """
 
 import dataclasses
+import functools
+import operator
 
 import numpy as np
 
+from jaxsample.buckets import smallest
 from jaxsample.guidance_rows import OFF
 from jaxsample.pages import PagePool
 from jaxsample.params import Limits
+from jaxsample.prompt_scores import PromptScores
 from jaxsample.requests import IDLE
 from jaxsample.slots import ADMIT, CHANGE, RELEASE, blank_updates
 from jaxsample.staging import pack_rows
@@ -18,6 +22,8 @@ from jaxsample.streams import Outputs, Sample
 
 _MAX_CHILDREN = 1 << 16
 _UNLIMITED = np.iinfo(np.int64).max
+_PLENTY = 4  # free pages for each slot, with which pages are given ahead of need
+_MASKED, _GUIDED = 1, 2
 
 
 @dataclasses.dataclass
@@ -31,6 +37,7 @@ class Ticket:
       tokens: i32[T], the prompt and what was emitted before.
       num_prompt: tokens of the prompt.
       arrival: the order in which requests came; the lower goes first.
+      scores: of the prompt; None where none were asked for.
       slots: where the samples sit.
     """
 
@@ -40,6 +47,7 @@ class Ticket:
     tokens: np.ndarray
     num_prompt: int
     arrival: int
+    scores: PromptScores | None = None
     slots: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -56,20 +64,20 @@ class Ticket:
 
 @dataclasses.dataclass
 class Rows:
-    """The slots that run.
+    """The slots that run, as a step takes them; never written again.
 
     Fields:
-      slots: i32[k], rising. generations: i64[k], of each.
+      record: i32[b, 3], slot, -1, -1 of each row. Where b is B, row i is slot i's; else the slots are rising
+        and the first of the rows. -1 is padding.
+      generations: i64[B], of all slots.
       level: index of features that serve all. masked: whether any has a grammar. guided: whether any is.
-      num_pages: the most pages that any holds.
     """
 
-    slots: np.ndarray
+    record: np.ndarray
     generations: np.ndarray
     level: int
     masked: bool
     guided: bool
-    num_pages: int
 
 
 class Seats:
@@ -77,13 +85,16 @@ class Seats:
 
     Attributes:
       sample, ticket: who sits in each slot, None for nobody.
-      total: i64[B], tokens of each, prompt and emitted, as far as the host knows.
-      level: i64[B], index of the features it needs. masked: bool[B], whether it has a grammar.
-      guided: bool[B], whether a value model guides it.
+      total: i32[B], tokens of each, prompt and emitted, as far as the host knows.
+      level: B indices of the features each needs. masked: B times whether it has a grammar.
+      guided: B times whether a value model guides it.
       generation: i64[B], counts how often the slot was vacated.
-      running: bool[B], whether steps include it: its prompt is committed.
-      held: i64[B], pages in its line of table: i32[B, P], -1 behind.
+      running: B times whether steps include it: its prompt is committed.
+      pages: B lists, the pages each holds. held: i64[B], how many. table: i32[B, P], the same, -1 behind.
       limit: i64[B], the most tokens it can have before it needs a page more; no limit where it does not run.
+      slack: tokens that each can emit before any of them is short of a page, or less.
+      num_running: slots that run. num_left: how often a slot was vacated.
+      num_pages: the most pages that any running slot holds, or more.
       pool: PagePool. outputs: Outputs.
     """
 
@@ -94,31 +105,45 @@ class Seats:
         pages_per_row: int,
         page_size: int,
         num_pages: int,
-        num_logprobs: int,
-        ahead: int,
+        sizes: tuple[int, ...],
+        outputs: Outputs,
+        step_width: int,
         has_values: bool,
     ):
-        """ahead: slots that a row may write before the host sees it again. has_values: the value model's."""
+        """sizes: rows of a step, rising to B. step_width: M. has_values: the value model's."""
         self.num_slots, self.page_size = num_slots, page_size
         self.sample: list[Sample | None] = [None] * num_slots
         self.ticket: list[Ticket | None] = [None] * num_slots
-        self.total, self.level, self.generation, self.held = np.zeros((4, num_slots), np.int64)
-        self.running, self.masked, self.guided = np.zeros((3, num_slots), np.bool_)
+        self.pages: list[list[int]] = [[] for _ in range(num_slots)]
+        self.level = [0] * num_slots
+        self.running, self.masked, self.guided = ([False] * num_slots for _ in range(3))
+        self.total = np.zeros(num_slots, np.int32)
+        self.generation, self.held = (np.zeros(num_slots, np.int64) for _ in range(2))
         self.limit = np.full(num_slots, _UNLIMITED, np.int64)
         self.table = np.full((num_slots, pages_per_row), -1, np.int32)
         self.pool = PagePool(num_pages)
-        self.outputs = Outputs(num_slots, num_logprobs)
-        self._limits, self._ahead = limits, ahead
+        self.outputs = outputs
+        self.num_running = self.num_left = self.num_pages = 0
+        self._limits, self._sizes = limits, sizes
+        # A step is launched before the last one is known: two steps' writes must have room. A value model's
+        # cache is a token ahead.
+        self._ahead = 2 * step_width + has_values
+        # Tokens that all can emit, from one growing to the next, where each may grow by a page beforehand.
+        self._reach = (page_size // step_width - 1) * step_width
+        self.slack = self._reach
         # A row of t tokens writes at slots t - 1 and on, as many as are reserved ahead: by pages held.
         room = np.arange(pages_per_row + 1) * page_size
-        self._limit_with = np.where(room >= limits.max_length, _UNLIMITED, room - ahead + 1)
+        self._limit_with = np.where(room >= limits.max_length, _UNLIMITED, room - self._ahead + 1).tolist()
         self._free = list(range(num_slots))[::-1]
         self._rows: Rows | None = None
-        self._changes: dict[
-            int, tuple[int, Ticket | None, int]
-        ] = {}  # slot -> kind, ticket, row of the ticket
+        self._record = np.full((num_slots, 3), -1, np.int32)  # as in Rows, for b = B
+        self._bits = [0] * num_slots  # of those that run: for level, grammar and guidance
+        self._num_with: dict[int, int] = {}  # bits -> how many run with them
+        # slot -> kind, ticket, row of the ticket
+        self._changes: dict[int, tuple[int, Ticket | None, int]] = {}
         blank = blank_updates(limits, pages_per_row, 1, has_values)
         self._blank = pack_rows(blank)
+        self._blanks: dict[int, np.ndarray] = {}  # by number of rows
         self._num_words = pack_rows((blank.params, blank.stop, blank.guidance)).shape[1]
         # The mode is the first word of guidance, which stands last.
         self._mode = -pack_rows(blank.guidance).shape[1] if has_values else None
@@ -133,16 +158,21 @@ class Seats:
         return len(self._changes)
 
     def rows(self) -> Rows:
-        """The slots that run; found anew only when someone has come or gone."""
+        """The slots that run; made anew only when someone has come, gone or changed."""
         if self._rows is None:
-            slots = np.flatnonzero(self.running).astype(np.int32)
+            size = self._sizes[smallest(self._sizes, self.num_running)]
+            record = self._record.copy()
+            if size < self.num_slots:
+                slots = record[record[:, 0] >= 0]
+                record = np.full((size, 3), -1, np.int32)
+                record[: len(slots)] = slots
+            needs = functools.reduce(operator.or_, self._num_with, 0)
             self._rows = Rows(
-                slots,
-                self.generation[slots],
-                level=int(self.level[slots].max(initial=0)),
-                masked=bool(self.masked[slots].any()),
-                guided=bool(self.guided[slots].any()),
-                num_pages=int(self.held[slots].max(initial=0)),
+                record,
+                self.generation.copy(),
+                level=max(needs.bit_length() - 3, 0),
+                masked=bool(needs & _MASKED),
+                guided=bool(needs & _GUIDED),
             )
         return self._rows
 
@@ -178,35 +208,44 @@ class Seats:
         return shared, self.pages_of(committed) - shared
 
     def short(self) -> np.ndarray:
-        """The running slots that need one page more before the next step, rising; they never need two."""
-        return np.flatnonzero(self.total > self.limit)
+        """The running slots that need one page more before the next step, rising; they never need two.
 
-    def grow(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One page more for each of these slots, at least one: (place in the line, page), i64[n], i32[n]."""
+        Where pages are plenty, also those that will before `slack` is used up again.
+        """
+        reach = self._reach if self.pool.num_free >= _PLENTY * self.num_slots else 0
+        return (self.total > self.limit - reach).nonzero()[0]
+
+    def grow(self, slots: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """One page more for each of these slots, all that are short: (place in the line, page), each [n]."""
         places, pages = self.held[slots], self.pool.take(len(slots))
         self.table[slots, places] = pages
+        for slot, page in zip(slots.tolist(), pages, strict=True):
+            self.pages[slot].append(page)
         self.held[slots] = places + 1
-        self.limit[slots] = self._limit_with[places + 1]
-        if self._rows is not None:
-            self._rows.num_pages = max(self._rows.num_pages, int(places.max()) + 1)
+        self.limit[slots] = [self._limit_with[place + 1] for place in places.tolist()]
+        self.slack = min(int((self.limit - self.total).min()), self._reach)
+        self.num_pages = int(self.held[self._record[:, 0] >= 0].max(initial=0))
         return places, pages
 
     # --- coming and going -----------------------------------------------------------------------------------
 
-    def seat(self, ticket: Ticket) -> list[int]:
-        """Give a ticket's samples slots and pages, the caller having seen that there are enough."""
-        shared, own = self.split(len(ticket.tokens), len(ticket.samples))
-        common = self.pool.take(shared)
-        for _ in ticket.samples[1:]:
-            self.pool.share(common)
-        ticket.slots = [self._free.pop() for _ in ticket.samples]
+    def seat(self, ticket: Ticket, shared: int, own: int) -> list[int]:
+        """Give a ticket's samples slots and pages, of `split`; the caller has seen that there are enough."""
+        num_samples, num_tokens, pool = len(ticket.samples), len(ticket.tokens), self.pool
+        if pool.num_free - shared - num_samples * own >= _PLENTY * self.num_slots:
+            own = self.pages_of(num_tokens - 1 + self._reach) - shared
         num_pages = shared + own
+        common = pool.take(shared)
+        ticket.slots = [self._free.pop() for _ in ticket.samples]
         for row, (slot, sample) in enumerate(zip(ticket.slots, ticket.samples, strict=True)):
+            if row:
+                pool.share(common)
+            pages, line = common + pool.take(own), self.table[slot]
+            line[:num_pages], line[num_pages:] = pages, -1
+            self.pages[slot] = pages
             self.sample[slot], self.ticket[slot] = sample, ticket
-            self.total[slot], self.level[slot] = len(ticket.tokens), ticket.level
+            self.total[slot], self.level[slot] = num_tokens, ticket.level
             self.held[slot] = num_pages
-            self.table[slot, :shared] = common
-            self.table[slot, shared:num_pages] = self.pool.take(own)
             self.masked[slot] = sample.matcher is not None
             self.guided[slot] = self.guides(ticket.words[row])
             self._changes[slot] = (ADMIT, ticket, row)
@@ -219,15 +258,23 @@ class Seats:
         Returns:
           (page to read, page to write) of those pages that must be copied, since each writes on its own.
         """
-        for slot in ticket.slots:
+        slots = ticket.slots
+        num_pages = len(self.pages[slots[0]])  # all hold as many
+        limit = self._limit_with[num_pages]
+        for slot in slots:
             self.running[slot] = True
-            self.limit[slot] = self._limit_with[self.held[slot]]
+            self.limit[slot] = limit
+            self._record[slot, 0] = slot
+            self._set_bits(slot)
+        self.slack = min(self.slack, limit - len(ticket.tokens))
+        self.num_pages = max(self.num_pages, num_pages)
+        self.num_running += len(slots)
         self._rows = None
         place, begun = divmod(len(ticket.tokens) - 1, self.page_size)
         # The value model's cache holds the last token of the prompt too.
-        if not begun and not self.guided[ticket.slots].any():
+        if len(slots) == 1 or not (begun or any(self.guided[slot] for slot in slots)):
             return []
-        leader, *others = self.table[ticket.slots, place].tolist()
+        leader, *others = self.table[slots, place].tolist()
         return [(leader, other) for other in others]
 
     def change(self, slot: int, words: np.ndarray, level: int) -> None:
@@ -237,18 +284,25 @@ class Seats:
         ticket.words[row] = words
         ticket.level = max(ticket.level, level)  # it may be seated anew before it runs
         self.level[slot], self.guided[slot] = level, self.guides(words)
-        self._rows = None
+        if self.running[slot]:
+            self._set_bits(slot)
+            self._rows = None
         self._changes.setdefault(slot, (CHANGE, ticket, row))
 
     def vacate(self, slot: int, status: int = IDLE, error: str | None = None) -> Sample:
         """Free a slot and its pages; its sample leaves with this status."""
         sample = self.sample_at(slot)
-        self.pool.give(self.table[slot, : self.held[slot]])
+        self.pool.give(self.pages[slot])
+        self.pages[slot] = []
         self.held[slot] = 0
         self.limit[slot] = _UNLIMITED
-        self.table[slot] = -1
         self.generation[slot] += 1
-        self.running[slot] = self.masked[slot] = self.guided[slot] = False
+        self._record[slot, 0] = -1
+        self.num_left += 1
+        if self.running[slot]:
+            self.num_running -= 1
+            self.running[slot] = False
+            self._set_bits(slot)
         self._rows = None
         self.sample[slot] = self.ticket[slot] = None
         self._free.append(slot)
@@ -261,21 +315,38 @@ class Seats:
 
         Releases alone wait while anybody sits: they change nothing that runs, and go along with a change.
         """
-        if not self._changes:
+        changes = self._changes
+        if not changes:
             return None
-        only_releases = all(kind == RELEASE for kind, _, _ in self._changes.values())
-        if only_releases and len(self._free) < self.num_slots:
+        if len(self._free) < self.num_slots and all(ticket is None for _, ticket, _ in changes.values()):
             return None
-        size = next(size for size in sizes if size >= len(self._changes))
-        record = np.repeat(self._blank, size, axis=0)
+        size = sizes[smallest(sizes, len(changes))]
+        if size not in self._blanks:
+            self._blanks[size] = np.repeat(self._blank, size, axis=0)
+        record = self._blanks[size].copy()  # what is launched may still be read when the next is made
         first_page = 4 + self._limits.max_length + 1
-        for row, (slot, (kind, ticket, index)) in zip(record, self._changes.items(), strict=False):
+        for row, (slot, (kind, ticket, index)) in zip(record, changes.items(), strict=False):
+            if ticket is None:
+                row[:2] = slot, kind
+                continue
+            num_tokens, num_prompt = len(ticket.tokens), ticket.num_prompt
+            row[-self._num_words :] = ticket.words[index]
             row[:2] = slot, kind
-            if ticket is not None:
-                row[-self._num_words :] = ticket.words[index]
-            if ticket is not None and kind == ADMIT:
-                row[2:4] = ticket.num_prompt, len(ticket.tokens) - ticket.num_prompt
-                row[4 : 4 + len(ticket.tokens)] = ticket.tokens
+            if kind == ADMIT:
+                row[2:4] = num_prompt, num_tokens - num_prompt
+                row[4 : 4 + num_tokens] = ticket.tokens
                 row[first_page : first_page + self.table.shape[1]] = self.table[slot]
         self._changes = {}
         return record
+
+    def _set_bits(self, slot: int) -> None:
+        """Count what a slot needs, now that it runs, has changed or runs no more."""
+        old, new, num_with = self._bits[slot], 0, self._num_with
+        if self.running[slot]:
+            new = 4 << self.level[slot] | _GUIDED * self.guided[slot] | _MASKED * self.masked[slot]
+            num_with[new] = num_with.get(new, 0) + 1
+        if old:
+            num_with[old] -= 1
+            if not num_with[old]:
+                del num_with[old]
+        self._bits[slot] = new

@@ -154,10 +154,11 @@ def prefill(
     draft_forward: Callable[..., Any] | None,
     has_proposer: bool,
     num_pages: int,
+    scorer: Callable[..., Any] | None,
     weights,
     state: EngineState,
     record,
-) -> EngineState:
+):
     """Commit a chunk of known tokens for n slots, in the model's cache and in the draft model's.
 
     Args:
@@ -165,22 +166,29 @@ def prefill(
         where there is none.
       has_proposer: whether weights are a pair.
       num_pages: pages of each row to attend to, enough for what is committed afterwards.
+      scorer: of `prompt_scores.make_scorer`; None scores nothing.
       weights: the model's, or the pair (model's, proposer's) with a proposer.
       state: EngineState.
-      record: i32[n, 3 + N]: slot, tokens committed so far, tokens to commit now, N tokens.
+      record: i32[n, 3 + N]: slot, tokens committed so far, tokens to commit now, N tokens. With a scorer one
+        token more, which is not committed: what follows the last.
+
+    Returns:
+      EngineState; with a scorer (EngineState, i32[n, N, R]), what it says of the tokens that follow each.
     """
-    slots, lengths, counts, tokens = record[:, 0], record[:, 1], record[:, 2], record[:, 3:]
+    slots, lengths, counts, known = record[:, 0], record[:, 1], record[:, 2], record[:, 3:]
+    tokens = known if scorer is None else known[:, :-1]
     table = _lines(state.cache.page_table, slots, num_pages)
     main = weights[0] if has_proposer else weights
     cache = dataclasses.replace(state.cache, page_table=table)
-    cache = commit_tokens(forward, main, cache, tokens, lengths, counts)
+    hidden, cache = commit_tokens(forward, main, cache, tokens, lengths, counts)
     drafts = state.drafts
     if draft_forward is not None:
         view = dataclasses.replace(drafts, page_table=table)
-        view = commit_tokens(draft_forward, weights[1], view, tokens, lengths, counts)
+        _, view = commit_tokens(draft_forward, weights[1], view, tokens, lengths, counts)
         drafts = dataclasses.replace(view, page_table=drafts.page_table)
     cache = dataclasses.replace(cache, page_table=state.cache.page_table)
-    return EngineState(state.requests, cache, drafts, state.values)
+    state = EngineState(state.requests, cache, drafts, state.values)
+    return state if scorer is None else (state, scorer(main, hidden, known[:, 1:]))
 
 
 def prefill_values(
@@ -195,7 +203,7 @@ def prefill_values(
     slots, lengths, counts, tokens = record[:, 0], record[:, 1], record[:, 2], record[:, 3:]
     cache = state.values.cache
     view = dataclasses.replace(cache, page_table=_lines(state.cache.page_table, slots, num_pages))
-    view = commit_tokens(forward, weights, view, tokens, lengths, counts)
+    _, view = commit_tokens(forward, weights, view, tokens, lengths, counts)
     kept = dataclasses.replace(view, page_table=cache.page_table)
     return dataclasses.replace(state, values=dataclasses.replace(state.values, cache=kept))
 

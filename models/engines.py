@@ -35,7 +35,9 @@ class Sizes:
       page_size: slots of a page; 16, or the multiple of it that holds what a step with drafts emits.
       pages: pages of all samples together; enough for every slot to be full.
       max_waiting: requests in the queue; 8 a slot.
-      num_guided: most candidates of a guided request, its top_k; 16. Every row of a guided step has so many.
+      num_guided: most candidates of a guided request, its top_k; 16. Each row of a guided step has so many.
+      max_prompt_logprobs: most top logprobs of prompt tokens that a request may ask for; none may ask, which
+        saves a program for each prefill.
     """
 
     slots: int | None = None
@@ -44,6 +46,7 @@ class Sizes:
     pages: int | None = None
     max_waiting: int | None = None
     num_guided: int | None = None
+    max_prompt_logprobs: int | None = None
 
 
 def build_engine(
@@ -91,7 +94,8 @@ def build_engine(
     if on_cpu:
         buckets = _fewer(buckets, limits)
     rows = {_round_up(size, num_batches) for size in buckets.rows}
-    buckets = dataclasses.replace(buckets, rows=tuple(sorted(rows)))
+    scored = -1 if sizes.max_prompt_logprobs is None else sizes.max_prompt_logprobs
+    buckets = dataclasses.replace(buckets, rows=tuple(sorted(rows)), prompt_logprobs=scored)
     given: dict[str, Any] = dict(placed)
     if speculation is not None:
         drafting = prepare(speculation, config.vocab_size, limits, levels[-1], **placed)
@@ -137,10 +141,11 @@ def _scorer(guide: ValueModel) -> Scorer:
 def _settled(
     sizes: Sizes, config: DecoderConfig, num_drafts: int, num_batches: int, on_cpu: bool
 ) -> tuple[int, ...]:
-    """The sizes in the order of their fields, with a number everywhere."""
+    """The sizes but the last in the order of their fields, with a number everywhere."""
     for name, given in dataclasses.asdict(sizes).items():
-        if given is not None and given < 1:
-            raise ValueError(f"{name} is {given}, allowed are integers from 1")
+        least = 0 if name == "max_prompt_logprobs" else 1
+        if given is not None and given < least:
+            raise ValueError(f"{name} is {given}, allowed are integers from {least}")
     slots = _round_up(sizes.slots or (8 if on_cpu else 64), num_batches)
     max_length = sizes.max_length or min(config.max_length, _LONG if on_cpu else 4096)
     if max_length > config.max_length:

@@ -42,10 +42,11 @@ class Line:
 class Service:
     """Requests that run in an engine, and the text they have so far.
 
-    Events are dicts for JSON. Of a sample: {"id", "index", "text", "token_ids"}, with "logprobs" where asked
-    for, as often as there is something new, then once {"id", "index", "finish_reason", "stop_reason",
-    "num_prompt_tokens", "num_tokens"}, with "error" where the reason is that. Of a line that is refused:
-    {"id", "line", "error"}.
+    Events are dicts for JSON. Of a request with prompt_logprobs, before its text: {"id", "prompt_logprobs"},
+    an entry a token, null for the first. Of a sample: {"id", "index", "text", "token_ids"}, with "logprobs"
+    where asked for, as often as there is something new, then once {"id", "index", "finish_reason",
+    "stop_reason", "num_prompt_tokens", "num_tokens"}, with "error" where the reason is that. Of a line that
+    is refused: {"id", "line", "error"}.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Service:
 
     def _report(self, reply: "_Reply") -> bool:
         """Write the events of a sample; whether it has ended."""
+        self._report_prompt(reply)
         text, tokens = reply.take_in()
         if text or len(tokens):
             event = {"id": reply.id, "index": reply.sample.index, "text": text}
@@ -171,6 +173,14 @@ class Service:
         self._write(event)
         return True
 
+    def _report_prompt(self, reply: "_Reply") -> None:
+        """Write what is known of a request's prompt, once and whole, with its first sample."""
+        told = reply.stream.prompt_logprobs if reply.owes_prompt else None
+        if told is None or len(told) + 1 < len(reply.stream.request.prompt):
+            return
+        reply.owes_prompt = False
+        self._write({"id": reply.id, "prompt_logprobs": [None, *_logprobs(told, self._text)]})
+
 
 class _Reply:
     """One sample: its text up to a stop string, and the tokens that belong to the text given out.
@@ -178,12 +188,14 @@ class _Reply:
     Attributes:
       num_out: tokens given out.
       finish_reason: of the sample, or "stop" at a stop string; None while it goes on.
+      owes_prompt: whether the prompt's logprobs are still to be given out with it.
     """
 
     def __init__(self, chosen: Any, stream: Stream, sample: Sample, shown: StoppedText):
         self.id, self.stream, self.sample = chosen, stream, sample
         self.num_out = 0
         self.finish_reason: str | None = None
+        self.owes_prompt = sample.index == 0 and stream.scores is not None
         self._shown = shown
         self._held: Tokens | None = None  # emitted, not given out
 

@@ -2,9 +2,10 @@
 
 A line is a request, {"id": 1, "prompt": "Why?", "stop": ["\\n\\n"], "temperature": 0.7}, with "messages" or
 "prompt_token_ids" in place of "prompt", or {"cancel": 1}; with --guide it may have "guidance", such as
-{"target_length": 80}. Requests may come while others run; lines are read as fast as the queue empties. Each
-piece of text is one line of output, each end of a sample another (models/serving.py has the fields). The end
-of the input, Ctrl-C and SIGTERM end the script; the latter two cancel what still runs.
+{"target_length": 80}, with --max-prompt-logprobs 5 "prompt_logprobs" up to 5. Requests may come while others
+run; lines are read as fast as the queue empties. Each piece of text is one line of output, each end of a
+sample another (models/serving.py has the fields). The end of the input, Ctrl-C and SIGTERM end the script;
+the latter two cancel what still runs.
 """
 
 import argparse
@@ -209,6 +210,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("page-size", "N", "cache slots of a page (default: 16, more with many drafts)"),
         ("max-waiting", "N", "requests in the queue (default: 8 a slot)"),
         ("num-guided", "G", "most candidates of a guided request, its top_k (default: 16)"),
+        (
+            "max-prompt-logprobs",
+            "N",
+            "most that prompt_logprobs may ask for (default: none may ask, and fewer programs)",
+        ),
     ):
         flags.add_argument(f"--{name}", type=int, metavar=metavar, help=meaning)
     flags.add_argument("--mesh", metavar="data=D,tensor=P", help="split rows and weights over D * P devices")
@@ -219,8 +225,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_guidance_flags(parser)
     add_sampling_flags(parser)
     options = parser.parse_args(arguments)
-    if options.prompt_logprobs is not None:
-        parser.error("--prompt-logprobs: an engine does not score prompts, scripts/generate.py does")
+    if options.prompt_logprobs is not None and options.max_prompt_logprobs is None:
+        parser.error("--prompt-logprobs: the engine scores prompts with --max-prompt-logprobs alone")
     return options
 
 

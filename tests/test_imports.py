@@ -58,6 +58,7 @@ MODULE_ORDER = (
     "guided",
     "buckets",
     "staging",
+    "prompt_scores",
     "slots",
     "lowering",
     "grammar",

@@ -263,6 +263,42 @@ def test_a_signal_cancels_what_runs_and_is_the_exit_code(checkpoint, tmp_path, m
 
 
 @pytest.mark.large
+def test_prompts_are_scored_as_by_generate(checkpoint, tmp_path):  # noqa: F811
+    requests = [
+        letters(1, prompt="hello there", prompt_logprobs=2),
+        letters(2),
+        letters(3, prompt_logprobs=0, n=2),
+    ]
+    events = run(tmp_path, checkpoint, requests, "--max-prompt-logprobs", "2")
+    scored = {event["id"]: event["prompt_logprobs"] for event in events if "prompt_logprobs" in event}
+    plain = joined([event for event in events if "prompt_logprobs" not in event])
+    assert sorted(scored) == [1, 3] and plain == joined(
+        run(
+            tmp_path,
+            checkpoint,
+            [
+                {name: value for name, value in request.items() if name != "prompt_logprobs"}
+                for request in requests
+            ],
+        )
+    )
+    (tmp_path / "batch.jsonl").write_bytes(as_lines(requests))
+    out, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        flags = ["--model", str(checkpoint), "--batch-file", str(tmp_path / "batch.jsonl"), "--json"]
+        assert scripts.generate.main(flags) == 0
+        records = json_lines(sys.stdout.getvalue())
+    finally:
+        sys.stdout = out
+    for number, found in scored.items():
+        expected = records[number - 1]["prompt_logprobs"]
+        assert found[0] is expected[0] is None and len(found) == len(expected)
+        for entry, other in zip(found[1:], expected[1:], strict=True):
+            assert entry["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+            assert entry["token_id"] == other["token_id"] and len(entry["top"]) == len(other["top"])
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("drafter", ["ngram", "draft", "head"])
 def test_drafts_leave_greedy_text_as_it_is(checkpoint, tmp_path, drafter):  # noqa: F811
     requests = [

@@ -39,7 +39,7 @@ def engine():
             1, num_pages, page_size, 1, 1, jnp.float32, table
         ),
         limits=limits,
-        buckets=Buckets(rows=(SLOTS,), lengths=(S,), prefill=((2, 16),), features=features, updates=(SLOTS,)),
+        buckets=Buckets((SLOTS,), (S,), ((2, 16),), features, updates=(SLOTS,), prompt_logprobs=2),
         num_pages=SLOTS * S // PAGE,
         page_size=PAGE,
         max_waiting=WAITING,
@@ -155,6 +155,27 @@ def test_cancelling_ends_the_samples_of_one_request_where_they_are(serve_all):
         assert (reply["finish_reason"], whole["finish_reason"]) == ("cancelled", "length")
         assert reply["token_ids"] == whole["token_ids"][: reply["num_tokens"]]
         assert 0 < reply["num_tokens"] < 40 and whole["text"].startswith(reply["text"])
+
+
+def test_the_prompts_logprobs_come_once_before_any_text(engine):
+    events: list = []
+    service = Service(engine, TokenIds(V), events.append)
+    prompt, fields = list(range(1, 41)), {"seed": 1, "max_tokens": 3, "n": 2}
+    for number, asked in ((1, {"prompt_logprobs": 2}), (2, {}), (3, {"prompt_logprobs": 0})):
+        line = service.read(
+            number, json.dumps({"prompt_token_ids": prompt[: 41 - number], **fields, **asked})
+        )
+        while not service.handle(line):
+            service.step()
+    while not service.is_idle:
+        service.step()
+    for number, num_top in ((1, 2), (3, 0)):
+        first, *rest = [event for event in events if event["id"] == number]
+        assert sorted(first) == ["id", "prompt_logprobs"] and all("index" in event for event in rest)
+        head, *entries = first["prompt_logprobs"]
+        assert head is None and [entry["token_id"] for entry in entries] == prompt[1 : 41 - number]
+        assert all(len(entry["top"]) == num_top and entry["rank"] >= 1 for entry in entries)
+    assert not any("prompt_logprobs" in event for event in events if event["id"] == 2)
 
 
 def test_a_request_that_fails_says_why_and_touches_no_others(serve_all):
