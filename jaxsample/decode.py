@@ -30,10 +30,11 @@ from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.logprobs import of_emitted
 from jaxsample.nodes import logprobs_of_path, node_rows, node_target, plain_rows
 from jaxsample.params import Features, Limits
-from jaxsample.propose import Proposer
+from jaxsample.propose import Proposer, check_given
 from jaxsample.record import pack
 from jaxsample.requests import RUNNING, Requests, advance, finish
-from jaxsample.sample import Sampled
+from jaxsample.row_draw import is_chosen
+from jaxsample.sample import Sampled, draw_rows
 from jaxsample.sharding import Axis, axis_size, check_axes, check_rows, keep_layout, map_rows, pad_columns
 from jaxsample.target import Target
 from jaxsample.verify import Verdict, accept_matching, verify_match
@@ -247,6 +248,8 @@ def step_parts(
     if not callable(verify):
         raise ValueError(f"verify is {verify!r}, expected a verifier (verify_match, verify_rejection, ...)")
     tree: Tree = ROOT if proposer is None else proposer.tree
+    on_mesh = mesh is not None
+    by_kernels = verify is verify_match and (on_mesh or axis is None) and is_chosen(features, limits, on_mesh)
 
     def propose(weights, requests: Requests, cache):
         if proposer is None:
@@ -273,6 +276,12 @@ def step_parts(
 
     def judge(logits, requests: Requests, draft, allowed, transform_args):
         """What each row emits, why it ended, and its logprobs; of some rows or of all."""
+        if by_kernels and allowed is None and not transform_args:
+            with jax.named_scope("sample"):
+                params, position = plain_rows(requests.params, requests.length + 1, tree)
+                rows = logits.reshape(-1, logits.shape[-1]), params, position
+                sampled = draw_rows(*rows, limits=limits, features=features)
+            return judge_sampled(sampled, requests, draft), ()
         with jax.named_scope("sample"):
             target = node_target(
                 logits,
@@ -378,22 +387,3 @@ def take_verdict(proposer: Proposer | None, weights, requests: Requests, cache, 
             state = proposer.settle(weights[1], cache[1], draft_staged, requests, verdict, hidden)
             committed = (committed, state)
         return advance(requests, verdict, status, num_drafted), committed, record
-
-
-def check_given(weights, cache, limits: Limits, proposer: Proposer | None):
-    """Raise ValueError for a cache with too few slots, or where a proposer needs pairs and there are none."""
-    if proposer is not None:
-        for name, given in (("weights", weights), ("cache", cache)):
-            if not isinstance(given, (tuple, list)) or len(given) != 2:
-                kind = type(given).__name__
-                raise ValueError(f"{name} is a {kind}, with a proposer it is a pair: (model's, proposer's)")
-        cache = cache[0]
-    check_slots(cache, limits)
-
-
-def check_slots(cache: Cache, limits: Limits):
-    """Raise ValueError for a cache with fewer slots than requests may need."""
-    if cache.num_slots < limits.max_length:
-        raise ValueError(
-            f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
-        )

@@ -23,8 +23,6 @@ import jax.numpy as jnp
 
 from jaxsample.decode import (
     StepParts,
-    check_given,
-    check_slots,
     commit_tokens,
     judge_target,
     step_parts,
@@ -39,7 +37,7 @@ from jaxsample.history import repeat_rows
 from jaxsample.kvcache import Cache, commit
 from jaxsample.nodes import node_target
 from jaxsample.params import Features, Limits, set_rows
-from jaxsample.propose import Proposer
+from jaxsample.propose import Proposer, check_given, check_slots
 from jaxsample.requests import IDLE, RUNNING, Requests
 from jaxsample.verify import Verdict, verify_match
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsample import rng
+from jaxsample import kernel_math, rng
 from jaxsample.candidates import tidy
 from jaxsample.head import Head, KernelBlocks, scale_logits
+from jaxsample.kernel_math import multiply_wide
 from jaxsample.lanes import Lanes, NoiseLanes
 
 _IDS = 128  # of a lane
@@ -245,37 +246,14 @@ def _gumbel(call, word, low, high, position, interpret):
     """`rng.gumbel` within 2^-16: f32[B, n] of i32[1, n], twice, and columns u32, u32, i32[B, 1]."""
     purpose, node = (jnp.full((1, 1), number, jnp.uint32) for number in (rng.TARGET, 0))
     counter = (call.astype(jnp.uint32), position.astype(jnp.uint32), purpose, node)
-    words = rng.philox4x32(counter, (low, high), None if interpret else _multiply_wide)
+    words = rng.philox4x32(counter, (low, high), None if interpret else multiply_wide)
     if interpret:  # XLA:CPU takes long to compile the generator together with what follows it
         words = jax.lax.optimization_barrier(words)
     bits = jnp.where(word < 2, jnp.where(word == 0, *words[:2]), jnp.where(word == 2, *words[2:]))
     u = rng.uniform_of(bits)
-    log2 = jnp.log2 if interpret else _log2
+    log2 = jnp.log2 if interpret else kernel_math.log2
     # -log(1 - u): below 1/8 the first terms of its series, as 1 - u would round u away.
     series = jnp.zeros_like(u)
     for power in range(_NUM_TERMS, 0, -1):
         series = u * (np.float32(1 / power) + series)
     return -_LN2 * log2(jnp.where(u < 0.125, series, -_LN2 * log2(1 - u)))
-
-
-def _multiply_wide(x, constant: int):
-    """High and low word of x * constant, u32: one instruction, where `rng` takes a dozen to work anywhere."""
-    with jax.enable_x64(True):
-        product = jax.lax.convert_element_type(x, jnp.uint64)
-        product = product * jax.lax.full_like(product, constant)
-        high = jax.lax.shift_right_logical(product, jax.lax.full_like(product, 32))
-        return tuple(jax.lax.convert_element_type(word, jnp.uint32) for word in (high, product))
-
-
-def _log2(x):
-    """log2 of positive f32 as the hardware approximates it: within 2^-22, absolutely or relatively."""
-    from jax.experimental.pallas import triton as plt
-
-    (result,) = plt.elementwise_inline_asm(
-        "lg2.approx.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result

@@ -15,6 +15,7 @@ import numpy as np
 
 PAD = -1
 TILE = 128  # ids a tile of the vocabulary: the unit of ordered sums and of shards
+_NUM_CANDIDATES = 128
 MAX_SERVED_TOP_K = 64  # rows with a top_k up to this are cut on candidates in every program
 FILTER_ORDERS = ("vllm", "hf", "joint")
 TIERS = ("plain", "filtered", "full")
@@ -81,7 +82,7 @@ class Features:
 
     tier: str = "full"
     full_rows: bool = True
-    num_candidates: int = 128
+    num_candidates: int = _NUM_CANDIDATES
     filter_order: str = "vllm"
     num_logprobs: int = -1
     logprobs_mode: str = "raw"
@@ -247,7 +248,7 @@ def required_features(
     stop: StopRule | None = None,
     *,
     limits: Limits,
-    num_candidates: int = 128,
+    num_candidates: int | None = None,
     filter_order: str = "vllm",
     logprobs_mode: str = "raw",
     transforms: tuple[Callable[..., Any], ...] = (),
@@ -259,7 +260,8 @@ def required_features(
       params: SamplingParams with NumPy leaves (all live rows of a batch).
       stop: StopRule with NumPy leaves, for min_tokens.
       limits: capacities; its num_logprobs is the width of top logprobs if any row asks for some.
-      num_candidates, filter_order, logprobs_mode, transforms: as in `Features`.
+      num_candidates: as in `Features`; None: 64 where so many serve all rows, which is faster, else 128.
+      filter_order, logprobs_mode, transforms: as in `Features`.
       grammar: whether steps come with a bit mask.
     """
     sampled = np.asarray(params.temperature) >= np.finfo(np.float32).tiny
@@ -269,16 +271,19 @@ def required_features(
     wants_logprobs = bool((np.asarray(params.num_logprobs) >= 0).any())
     filters = bool((sampled & (has_top_k | has_mass_filter)).any())
 
-    # Rows that candidates always serve: see `truncation.truncate`.
-    by_count = has_top_k & (top_k <= num_candidates)
-    if filter_order == "joint":
-        by_sums = np.zeros_like(by_count)
-    else:
-        by_sums = has_top_k & (top_k <= min(num_candidates, MAX_SERVED_TOP_K))
-    served = (
-        ~sampled | ~(has_top_k | has_mass_filter) | (by_count & (np.asarray(params.top_p) >= 1)) | by_sums
-    )
-    full_rows = not bool(served.all())
+    wanted = limits.num_logprobs if wants_logprobs else 0
+
+    def all_served(num_candidates: int) -> bool:
+        """Whether candidates serve each row, see `truncation.truncate`."""
+        by_count = has_top_k & (top_k <= num_candidates)
+        by_sums = has_top_k & (top_k <= min(num_candidates, MAX_SERVED_TOP_K)) & (filter_order != "joint")
+        no_mass = by_count & (np.asarray(params.top_p) >= 1)
+        return bool((~sampled | ~(has_top_k | has_mass_filter) | no_mass | by_sums).all())
+
+    if num_candidates is None:
+        few = wanted <= MAX_SERVED_TOP_K and all_served(MAX_SERVED_TOP_K)
+        num_candidates = MAX_SERVED_TOP_K if few else _NUM_CANDIDATES
+    full_rows = not all_served(num_candidates)
 
     shaped = bool(transforms) or grammar or _uses_shaping(params, stop, limits)
     tier = "full" if shaped else "filtered" if filters or wants_logprobs else "plain"
@@ -287,7 +292,7 @@ def required_features(
         full_rows=full_rows,
         num_candidates=num_candidates,
         filter_order=filter_order,
-        num_logprobs=min(limits.num_logprobs, num_candidates) if wants_logprobs else -1,
+        num_logprobs=min(wanted, num_candidates) if wants_logprobs else -1,
         logprobs_mode=logprobs_mode,
         transforms=transforms,
     )

@@ -20,7 +20,7 @@ from jaxsample.candidates import first_tokens
 from jaxsample.draft import Draft, Tree
 from jaxsample.draw import draw_rows
 from jaxsample.history import History
-from jaxsample.kvcache import attention_mask, commit
+from jaxsample.kvcache import Cache, attention_mask, commit
 from jaxsample.lossless import by_node
 from jaxsample.nodes import node_target, take_nodes
 from jaxsample.params import PAD, Features, Limits
@@ -316,3 +316,22 @@ def _run(forward, weights, requests: Requests, cache, tokens, tree: Tree):
 def _keep_state(weights, state, staged, requests, verdict, hidden):
     del weights, staged, requests, verdict, hidden
     return state
+
+
+def check_given(weights, cache, limits: Limits, proposer: Proposer | None):
+    """Raise ValueError for a cache with too few slots, or where a proposer needs pairs and there are none."""
+    if proposer is not None:
+        for name, given in (("weights", weights), ("cache", cache)):
+            if not isinstance(given, (tuple, list)) or len(given) != 2:
+                kind = type(given).__name__
+                raise ValueError(f"{name} is a {kind}, with a proposer it is a pair: (model's, proposer's)")
+        cache = cache[0]
+    check_slots(cache, limits)
+
+
+def check_slots(cache: Cache, limits: Limits):
+    """Raise ValueError for a cache with fewer slots than requests may need."""
+    if cache.num_slots < limits.max_length:
+        raise ValueError(
+            f"the cache has {cache.num_slots} slots, expected at least max_length = {limits.max_length}"
+        )

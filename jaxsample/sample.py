@@ -1,10 +1,12 @@
 """The one call a plain loop needs: logits in, one token a row out.
 
 Composes shaping, target, draw and logprobs; equal to one decode step's choice without a draft. On a mesh each
-device draws for its own rows. Knows nothing about requests, caches or finishing.
+device draws for its own rows. On a GPU kernels draw in the programs that they serve. Knows nothing about
+requests, caches or finishing.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from jaxsample.history import History
 from jaxsample.logprobs import Logprobs
 from jaxsample.params import Features, Limits, SamplingParams, StopRule
+from jaxsample.row_draw import draw_tokens, is_chosen
 from jaxsample.shaping import shape
 from jaxsample.sharding import Axis, axis_names, map_rows
 from jaxsample.target import draw_target, logprobs_of, make_target
@@ -85,7 +88,13 @@ def sample(
     features = Features() if features is None else features
     check_given(logits, width, params, position, stop, history, allowed, noise, limits)
 
+    on_mesh = mesh is not None
+    plainly = noise is None and allowed is None and not transform_args and (on_mesh or axis is None)
+    by_kernels = plainly and is_chosen(features, limits, on_mesh)
+
     def rows(logits, params, position, stop, history, allowed, transform_args, noise):
+        if by_kernels:
+            return draw_rows(logits, params, position, limits=limits, features=features), ()
         shaped = shape(
             logits,
             params,
@@ -103,6 +112,19 @@ def sample(
 
     mapped = map_rows(rows, mesh, axis, batch_axis)
     return mapped(logits, params, position, stop, history, allowed, transform_args, noise)[0]
+
+
+def draw_rows(logits, params, position, *, limits: Limits, features: Features) -> Sampled:
+    """By kernels where the program runs on a GPU, else by XLA, for features that `row_draw` serves."""
+
+    def by_xla(logits, params, position):
+        shaped = shape(logits, params, position, limits=limits, features=features)
+        target = make_target(shaped, params, position, vocab_size=limits.vocab_size, features=features)
+        return draw_target(target), shaped.valid
+
+    by_kernels = functools.partial(draw_tokens, limits=limits, features=features)
+    tokens, valid = jax.lax.platform_dependent(logits, params, position, cuda=by_kernels, default=by_xla)
+    return Sampled(tokens, valid, None)
 
 
 def check_given(logits, width, params, position, stop, history, allowed, noise, limits: Limits) -> None:
