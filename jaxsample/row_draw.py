@@ -3,6 +3,8 @@
 XLA's twin is `target.draw_target`. Knows nothing about how a kernel works, or about logprobs and drafts.
 """
 
+import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -31,7 +33,13 @@ def is_chosen(features: Features, limits: Limits, on_mesh: bool) -> bool:
     Without a mesh only where there is one device: arrays may lie on several, and a compiler splits no kernel.
     """
     on_gpu = jax.default_backend() == "gpu" and (on_mesh or jax.device_count() == 1)
-    return on_gpu and serves(features, limits)
+    return on_gpu and _has_triton() and serves(features, limits)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether this jax still has the dialect that the kernels are written in."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def draw_tokens(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxsample as js
-from jaxsample import rng
+from jaxsample import kernel_math, rng
 from jaxsample.head import Head, KernelBlocks, head_logits
-from jaxsample.head_kernel import Noise, _multiply_wide, blocks_of, head_lanes, takes
+from jaxsample.head_kernel import Noise, blocks_of, head_lanes, takes
 from jaxsample.lanes import noise_factors
 from jaxsample.params import neutral_params
 from tests.meshes import mesh_of
@@ -129,7 +129,7 @@ def test_the_scale_and_the_cap_are_those_of_the_logits():
 def test_words_of_wide_products():
     numbers = np.random.default_rng(6).integers(0, 2**32, 100, dtype=np.uint32)
     numbers[:3] = 0, 1, 2**32 - 1
-    high, low = jax.jit(_multiply_wide, static_argnums=1)(numbers, 0xD2511F53)
+    high, low = jax.jit(kernel_math.multiply_wide, static_argnums=1)(numbers, 0xD2511F53)
     exact = [int(x) * 0xD2511F53 for x in numbers]
     assert high.dtype == low.dtype == np.uint32
     assert high.tolist() == [x >> 32 for x in exact]
