@@ -51,6 +51,8 @@ def draw_tokens(
       logits, params, position, limits, features: as in `sample`.
       interpret: for machines without a GPU, slowly.
     """
+    # Tokens have no gradient, and a kernel has no rule for one.
+    logits, params = jax.lax.stop_gradient((logits, params))
     row = (params.temperature, params.seed, position)
     common: dict[str, Any] = dict(vocab_size=limits.vocab_size, interpret=interpret)
     if not features.filters:

@@ -107,6 +107,15 @@ def test_programs_and_machines_that_kernels_do_not_serve():
         assert not is_chosen(filtered, js.Limits(151936), False)
 
 
+def test_tokens_can_be_drawn_inside_what_is_differentiated():
+    params, position = given(2, True)
+    features = js.Features("filtered", full_rows=False, num_candidates=COUNT)
+    draw = functools.partial(draw_tokens, limits=LIMITS, features=features, interpret=True)
+    loss = lambda x: jnp.sum(jnp.take_along_axis(x, draw(x, params, position)[0][:, None], axis=1))
+    gradient = jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((2, WIDTH), jnp.float32))
+    assert gradient.shape == (2, WIDTH)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["filtered", "plain"])
 def test_sample_and_steps_take_the_kernels_on_a_gpu(tier):
