@@ -151,6 +151,7 @@ def draft_card(description: dict[str, Any], records: Sequence[dict[str, Any]], n
         f"| training | {facts['steps']} steps of {facts['batch_size']} rollouts out of {facts['rollouts']}, "
         f"{facts['seconds']:.0f} s on one {facts['device']}, {facts['dtype']} |",
         f"| command | `{facts.get('command', 'python scripts/train_draft.py')}` |",
+        *([f"| version | {facts['note']} |"] if "note" in facts else []),
         f"| held out | {_number(facts.get('held_out_chain_tokens'))} tokens a step on given text, the first "
         "tokens of a chain of 4 being right |",
         "",
