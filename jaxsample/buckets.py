@@ -92,10 +92,11 @@ class Buckets:
 
 def serves(features: Features, needed: Features) -> bool:
     """Whether a program with `features` gives right results for rows that need `needed`."""
-    same = ("num_candidates", "filter_order", "logprobs_mode", "transforms")
+    same = ("filter_order", "logprobs_mode", "transforms")
     return (
         all(getattr(features, name) == getattr(needed, name) for name in same)
         and TIERS.index(features.tier) >= TIERS.index(needed.tier)
+        and features.num_candidates >= needed.num_candidates
         and features.full_rows >= needed.full_rows
         and features.num_logprobs >= needed.num_logprobs
     )

@@ -248,8 +248,6 @@ def step_parts(
     if not callable(verify):
         raise ValueError(f"verify is {verify!r}, expected a verifier (verify_match, verify_rejection, ...)")
     tree: Tree = ROOT if proposer is None else proposer.tree
-    on_mesh = mesh is not None
-    by_kernels = verify is verify_match and (on_mesh or axis is None) and is_chosen(features, limits, on_mesh)
 
     def propose(weights, requests: Requests, cache):
         if proposer is None:
@@ -276,7 +274,8 @@ def step_parts(
 
     def judge(logits, requests: Requests, draft, allowed, transform_args):
         """What each row emits, why it ended, and its logprobs; of some rows or of all."""
-        if by_kernels and allowed is None and not transform_args:
+        plainly = verify is verify_match and allowed is None and not transform_args
+        if plainly and (mesh is not None or axis is None) and is_chosen(features, limits, mesh is not None):
             with jax.named_scope("sample"):
                 params, position = plain_rows(requests.params, requests.length + 1, tree)
                 rows = logits.reshape(-1, logits.shape[-1]), params, position

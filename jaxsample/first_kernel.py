@@ -41,7 +41,7 @@ class Groups(NamedTuple):
 
     Fields:
       max: f32[B, G], the largest logit; -inf where a group has none that can be drawn.
-      sum: f32[B, G], of exp((z - max) / temperature); NaN where a group holds NaN or +inf.
+      sum: f32[B, G], of exp((z - max) / temperature); NaN or +inf where a group holds one.
     """
 
     max: jax.Array
@@ -92,8 +92,8 @@ def _summarize(x_ref, temperature_ref, max_ref, sum_ref, *, vocab_size):
     token = group[:, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)[None, :]
     x = plt.load(x_ref.at[token], mask=token < vocab_size, other=-jnp.inf).astype(jnp.float32)
     rate = LOG2_E / kept_scale(plt.load(temperature_ref.at[pl.program_id(1)]))
-    # A maximum passes over NaN; the sum does not, and +inf makes it one.
-    highest = jnp.max(x, axis=1)
+    # What cannot be drawn is left to the sum, which NaN and +inf make no number.
+    highest = jnp.max(jnp.where(x < jnp.inf, x, -jnp.inf), axis=1)
     finite = jnp.where(highest > -jnp.inf, highest, 0)
     total = jnp.sum(jnp.exp2((x - finite[:, None]) * rate), axis=1)
     known = group < max_ref.shape[0]
@@ -192,16 +192,17 @@ def _select(
         size = min(_CHUNK, 1 << (num_lanes - 1).bit_length())
 
         def chunk(index, start):
-            lane = index * size + jnp.arange(size, dtype=jnp.int32)
+            lane = index.astype(jnp.int32) * size + jnp.arange(size, dtype=jnp.int32)
             z, name = read(lane)
             taken = _reaches(z, name, *threshold)
             ones = taken.astype(jnp.int32)
+            in_order = jnp.cumsum(ones, axis=0, dtype=jnp.int32)
             # What is not taken has a place of its own too: interpreted, a masked store writes what it read.
-            place = jnp.where(taken, start + jnp.cumsum(ones, axis=0) - 1, held + lane)
+            place = jnp.where(taken, start + in_order - 1, held + lane)
             plt.store(id_ref.at[place], name, mask=taken)
             if value_ref is not None:
                 plt.store(value_ref.at[place], z, mask=taken)
-            return start + jnp.sum(ones, axis=0)
+            return start + jnp.sum(ones, axis=0, dtype=jnp.int32)
 
         jax.lax.fori_loop(0, -(-num_lanes // size), chunk, jnp.int32(0))
         wait()
@@ -220,10 +221,10 @@ def _select(
 
     lane = jnp.arange(held, dtype=jnp.int32)
     z, token = plt.load(value_ref.at[lane]), plt.load(id_ref.at[lane])
-    z = jnp.where(scale == 1, z, (z - highest) * (1 / scale))
+    z = jnp.where(scale == 1, z, tidy((z - highest) * (1 / scale)))
     below = z - jnp.where(scale == 1, highest, 0)
     up_to = (z[None, :] > z[:, None]) | ((z[None, :] == z[:, None]) & (token[None, :] <= token[:, None]))
-    number = jnp.sum(up_to.astype(jnp.int32), axis=1)  # from 1, in the order of tokens
+    number = jnp.sum(up_to.astype(jnp.int32), axis=1, dtype=jnp.int32)  # from 1, in the order of tokens
     mass = jnp.sum(jnp.where(up_to, jnp.exp2(below * LOG2_E)[None, :], 0), axis=1)
     within = (number <= count) & (z > -jnp.inf)
     filters = jnp.where(greedy, 1, top_k), top_p, min_p
@@ -232,7 +233,7 @@ def _select(
     scores = jnp.where(within & (number <= num_kept), z + jnp.where(greedy, 0, noise), -jnp.inf)
     best = jnp.max(scores, axis=0)
     plt.store(token_ref.at[row], jnp.min(jnp.where(scores == best, token, LAST_ID), axis=0))
-    plt.store(valid_ref.at[row], ((total > 0) & (largest > -jnp.inf)).astype(jnp.int32))
+    plt.store(valid_ref.at[row], ((total > 0) & (total < jnp.inf)).astype(jnp.int32))
     plt.store(highest_ref.at[row], highest)
 
 
@@ -246,7 +247,7 @@ def _threshold(z, ids, count, low, past):
       low: a key that `count` entries at least reach. past: a key above all.
     """
     keys = _key(z)
-    number = lambda taken: jnp.sum(taken.astype(jnp.int32), axis=0)
+    number = lambda taken: jnp.sum(taken.astype(jnp.int32), axis=0, dtype=jnp.int32)
     apart = lambda one, other: (
         one.astype(jnp.uint32) - other.astype(jnp.uint32)
     )  # of i32, whatever their signs
@@ -279,8 +280,12 @@ def _threshold(z, ids, count, low, past):
             jnp.where(enough, found, count + 1),
         )
 
+    def too_many(state):
+        least, most, reached = state
+        return (reached > count) & (apart(most, least) > 1)
+
     state = (jnp.int32(-1), jnp.int32(LAST_ID), reached)
-    return low, jax.lax.while_loop(lambda state: state[2] > count, halve_ids, state)[1]
+    return low, jax.lax.while_loop(too_many, halve_ids, state)[1]
 
 
 def _reaches(z, ids, low, last_id):
@@ -306,7 +311,7 @@ def _num_kept(below, mass, number, within, total, count, top_k, top_p, min_p, vo
       within: which are among the first C and can be drawn.
     """
     beyond = count + 1
-    num_finite = jnp.sum(within.astype(jnp.int32), axis=0)
+    num_finite = jnp.sum(within.astype(jnp.int32), axis=0, dtype=jnp.int32)
     complete = num_finite < count
 
     def length(inside, counted):
@@ -315,7 +320,7 @@ def _num_kept(below, mass, number, within, total, count, top_k, top_p, min_p, vo
     k = jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
     num_top_k = length(k <= count, k)
     floor = jnp.where(min_p >= TINY, rng.log(jnp.maximum(min_p, TINY)), -jnp.inf)
-    num_min_p = jnp.sum((within & (below >= floor)).astype(jnp.int32), axis=0)
+    num_min_p = jnp.sum((within & (below >= floor)).astype(jnp.int32), axis=0, dtype=jnp.int32)
     num_min_p = length(num_min_p < count, num_min_p)
     base = {"vllm": jnp.minimum(num_top_k, num_min_p), "hf": num_top_k, "joint": num_min_p}[order]
     at = jnp.clip(jnp.minimum(base, num_finite), 1, count)

@@ -64,7 +64,7 @@ def takes(weight, head: Head, depth: int, axes: tuple[str, ...] = ()) -> bool:
         return False
     if head.kernel is None:
         # Where there are more devices, arrays may lie on several, and a compiler splits no kernel.
-        is_alone = jax.default_backend() == "gpu" and jax.device_count() == 1
+        is_alone = jax.device_count() == 1 and kernel_math.runs_here()
         if not is_alone or weight.shape[0] < _FEWEST_IDS:
             return False
     inputs = head.kernel.inputs if isinstance(head.kernel, KernelBlocks) else _FEW_INPUTS

@@ -3,6 +3,8 @@
 In Pallas' Triton dialect, a stop-gap; Pallas is imported where it is used.
 """
 
+import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -54,8 +56,17 @@ def word_of(words, index):
 
 
 def kept_scale(temperature):
-    """What logits are divided by; 1 for greedy rows."""
-    return jnp.where(temperature < TINY, 1, temperature)
+    """What logits are divided by; 1 for greedy rows, and never so large that its inverse is subnormal."""
+    return jnp.where(temperature < TINY, 1, jnp.minimum(temperature, np.float32(2.0**125)))
+
+
+@functools.cache
+def runs_here() -> bool:
+    """Whether this machine's GPU and jax run kernels in the dialect: it takes compute capability 8.0."""
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return False
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return capability.replace(".", "").isdigit() and float(capability) >= 8
 
 
 def pallas() -> tuple[Any, Any]:

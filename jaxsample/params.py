@@ -63,7 +63,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """Which stages a program contains; results are bit-equal under any superset.
+    """Which stages a program contains; results are bit-equal under any superset, see contract 2 for a GPU.
 
     Fields:
       tier: "plain" has temperature and greedy rows; "filtered" adds top-k, top-p, min-p; "full" adds bias,
@@ -281,7 +281,7 @@ def required_features(
         return bool((~sampled | ~(has_top_k | has_mass_filter) | no_mass | by_sums).all())
 
     if num_candidates is None:
-        few = wanted <= MAX_SERVED_TOP_K and all_served(MAX_SERVED_TOP_K)
+        few = max(wanted, limits.num_guided) <= MAX_SERVED_TOP_K and all_served(MAX_SERVED_TOP_K)
         num_candidates = MAX_SERVED_TOP_K if few else _NUM_CANDIDATES
     full_rows = not all_served(num_candidates)
 

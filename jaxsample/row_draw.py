@@ -3,13 +3,12 @@
 XLA's twin is `target.draw_target`. Knows nothing about how a kernel works, or about logprobs and drafts.
 """
 
-import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsample import kernel_math
 from jaxsample.candidates import tidy
 from jaxsample.first_kernel import GROUP, draw_first, summarize_groups
 from jaxsample.params import PAD, Features, Limits, SamplingParams
@@ -24,22 +23,19 @@ def serves(features: Features, limits: Limits) -> bool:
     """Whether the kernels give the tokens of a program: no shaping, no full rows, no logprobs."""
     held = 1 << (features.num_candidates - 1).bit_length()
     fits = not features.filters or held <= min(-(-limits.vocab_size // GROUP), _MOST_HELD)
-    return not (features.shapes or features.full_rows or features.num_logprobs >= 0) and fits
+    full_rows = features.filters and features.full_rows
+    return not (features.shapes or full_rows or features.num_logprobs >= 0) and fits
 
 
 def is_chosen(features: Features, limits: Limits, on_mesh: bool) -> bool:
     """Whether programs are made with the kernels, where they run on a GPU.
 
-    Without a mesh only where there is one device: arrays may lie on several, and a compiler splits no kernel.
+    Without a mesh only where there is one device, since arrays may lie on several and a compiler splits no
+    kernel, and outside a shard_map of the caller's, which would have to know what a kernel's results vary
+    over.
     """
-    on_gpu = jax.default_backend() == "gpu" and (on_mesh or jax.device_count() == 1)
-    return on_gpu and _has_triton() and serves(features, limits)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Whether this jax still has the dialect that the kernels are written in."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    alone = jax.device_count() == 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    return (on_mesh or alone) and kernel_math.runs_here() and serves(features, limits)
 
 
 def draw_tokens(
@@ -53,15 +49,18 @@ def draw_tokens(
     """
     # Tokens have no gradient, and a kernel has no rule for one.
     logits, params = jax.lax.stop_gradient((logits, params))
-    row = (params.temperature, params.seed, position)
+    temperature, top_p, min_p = (
+        x.astype(jnp.float32) for x in (params.temperature, params.top_p, params.min_p)
+    )
+    row = (temperature, params.seed, position)
     common: dict[str, Any] = dict(vocab_size=limits.vocab_size, interpret=interpret)
     if not features.filters:
         whole = draw_whole(logits, row[0], jnp.ones(position.shape, jnp.bool_), *row[1:], **common)
         highest = jnp.max(whole.max, axis=1)
         valid = (highest > -jnp.inf) & (highest < jnp.inf)
         return jnp.where(valid, _winner(whole, params, tidy(highest)), PAD), valid
-    groups = summarize_groups(logits, params.temperature, **common)
-    filters = (params.top_k, params.top_p, params.min_p)
+    groups = summarize_groups(logits, temperature, **common)
+    filters = (params.top_k, top_p, min_p)
     sizes: dict[str, Any] = dict(count=features.num_candidates, filter_order=features.filter_order)
     first = draw_first(logits, groups, *row, *filters, **sizes, **common)
     asked = ~is_filtered(params, limits.vocab_size)

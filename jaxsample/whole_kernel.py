@@ -108,6 +108,7 @@ def _draw(
 
         def read(chunk):
             """Logits and random words of a chunk."""
+            chunk = chunk.astype(jnp.int32)
             token = tokens_of(chunk)
             x = plt.load(x_ref.at[token], mask=token < vocab_size, other=-jnp.inf).astype(jnp.float32)
             words = words_of((part * _CHUNKS + chunk) * _CALLS + own_call, *draws)
@@ -117,7 +118,7 @@ def _draw(
             best, second, at, top = state
             x, bits = read(chunk)
             score = x * rate - weight * _log2_of_exponential(bits, compiled)
-            at = jnp.where(score > best, chunk, at)
+            at = jnp.where(score > best, chunk.astype(jnp.int32), at)
             second = jnp.maximum(second, jnp.minimum(best, score))
             top = jnp.maximum(top, jnp.where(x == x, x, jnp.inf))
             return jnp.maximum(best, score), second, at, top
@@ -140,12 +141,12 @@ def _draw(
             finite = jnp.where((top > -jnp.inf) & (top < jnp.inf), top, 0)
             z = jnp.where(scale == 1, tidy(x), (tidy(x) - finite) / scale)
             score = z + weight * rng.gumbel_of_bits(bits)
-            return jnp.maximum(best, score), jnp.where(score > best, chunk, at)
+            return jnp.maximum(best, score), jnp.where(score > best, chunk.astype(jnp.int32), at)
 
         def again():
             return winner(*jax.lax.fori_loop(0, _CHUNKS, exact, (lowest, nowhere)))[2]
 
-        first = jax.lax.cond(clear | (highest == -jnp.inf), lambda: first, again)
+        first = jax.lax.cond(clear | (top == -jnp.inf), lambda: first, again)
         bits = word_of(words_of(first >> 2, *draws), first & 3)
         plt.store(max_ref.at[part], top)
         plt.store(value_ref.at[part], tidy(plt.load(x_ref.at[first])))

@@ -1,5 +1,6 @@
 """Rows of parameters: what an accepted request becomes, batches of rows, and the features they need."""
 
+import dataclasses
 import math
 
 import jax
@@ -253,6 +254,17 @@ def test_the_counting_path_is_left_out_only_where_candidates_always_suffice(filt
     )
     for request in (dict(top_p=0.5), dict(min_p=0.1), dict(top_k=65), dict(top_k=999, top_p=0.9)):
         assert full_rows({}, request), request
+
+
+def test_few_candidates_are_taken_where_they_serve_all_rows():
+    served = (dict(temperature=0), dict(top_k=64, top_p=0.9), dict(top_k=1))
+    assert (features_of(*served).num_candidates, features_of(*served).full_rows) == (64, False)
+    for request in (dict(top_p=0.9), dict(top_k=65)):
+        assert features_of(*served, request).num_candidates == 128
+    assert not features_of(dict(top_k=65)).full_rows
+    params, stop = stack_rows([make_params(BIG, **request) for request in served])
+    guided = dataclasses.replace(BIG, num_guided=100)
+    assert required_features(params, stop, limits=guided).num_candidates == 128
 
 
 def test_the_joint_preset_keeps_the_counting_path_for_top_p_beside_a_small_top_k():
