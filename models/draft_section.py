@@ -26,8 +26,8 @@ def draft_section(records: Sequence[dict[str, Any]], plots: str = "plots") -> st
         "## The draft head of SmolLM2-135M-Instruct",
         "",
         *_filled(
-            f"Replies of at most {facts['max_tokens']} tokens to prompts about topics that were not trained "
-            f"on, chains of K = {facts['num_drafts']} proposals. A step without proposals emits one token."
+            "Replies to prompts about topics that were not trained on, chains of "
+            f"K = {facts['num_drafts']} proposals. A step without proposals emits one token."
         ),
     ]
     for record in records:
@@ -68,7 +68,7 @@ def _device(record: dict[str, Any]) -> list[str]:
     return [
         title,
         "",
-        f"Tokens a step, {facts['num_prompts']} prompts:",
+        f"Tokens a step, {facts['num_prompts']} prompts, replies of at most {facts['max_tokens']} tokens:",
         "",
         *_table(head, steps),
         "Tokens a second on the host's clock, of whole batches, reply by reply to its own end:",
