@@ -94,6 +94,10 @@ class Intake:
                 f"prompt_logprobs is {scored!r}, allowed is None: the engine was made without "
                 "(buckets.prompt_logprobs is -1)"
             )
+        if isinstance(scored, int | np.integer) and not 0 <= scored <= most_scored:
+            raise ValueError(
+                f"prompt_logprobs is {scored}, allowed are integers in [0, {most_scored}] (buckets)"
+            )
         if request.grammar is not None and not self._grammars:
             raise ValueError("grammar is given, allowed is None: the engine was made with grammars=False")
         if params.get("seed") is None:
@@ -101,10 +105,6 @@ class Intake:
         limits, most = self._limits, self._buckets.features[-1]
         prompt = _checked_prompt(request.prompt, limits)
         rows, stop = make_params(limits, prompt_length=len(prompt), **params)
-        if scored is not None and scored > most_scored:
-            raise ValueError(
-                f"prompt_logprobs is {scored}, allowed are integers in [0, {most_scored}] (buckets)"
-            )
         guidance = self._guidance(rows, request.guidance)
         needed = required_features(
             rows,

@@ -225,7 +225,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_guidance_flags(parser)
     add_sampling_flags(parser)
     options = parser.parse_args(arguments)
-    if options.prompt_logprobs is not None and options.max_prompt_logprobs is None:
+    most = options.max_prompt_logprobs
+    if most is not None and options.prompt_logprobs is not None and options.prompt_logprobs > most:
+        parser.error(
+            f"--prompt-logprobs is {options.prompt_logprobs}, allowed are 0 ... {most}, --max-prompt-logprobs"
+        )
+    if options.prompt_logprobs is not None and most is None:
         parser.error("--prompt-logprobs: the engine scores prompts with --max-prompt-logprobs alone")
     return options
 

@@ -135,7 +135,8 @@ def test_only_chunks_with_such_rows_are_scored_and_no_token_twice(engine, expect
 def test_what_cannot_be_scored_is_refused_and_nothing_is_compiled_where_nobody_may_ask(engine, monkeypatch):
     for number, words in (
         (MOST + 1, r"allowed are integers in \[0, 3\]"),
-        (-1, "prompt_logprobs is -1"),
+        (np.int32(7), r"is 7, allowed are integers in \[0, 3\]"),
+        (-1, r"is -1, allowed are integers in \[0, 3\]"),
         (True, "True"),
     ):
         with pytest.raises(ValueError, match=words):

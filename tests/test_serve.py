@@ -353,6 +353,7 @@ def test_figures_are_shown_where_they_are_asked_for(checkpoint, tmp_path, capsys
         (["--speculate", "magic"], "--speculate"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--prompt-logprobs", "1"], "--prompt-logprobs"),
+        (["--prompt-logprobs", "5", "--max-prompt-logprobs", "2"], "--prompt-logprobs is 5, allowed are 0 ... 2"),
         (["--mesh", "model=2"], "mesh is 'model=2', expected data=D,tensor=P"),
     ],
 )  # fmt: skip
