@@ -206,7 +206,9 @@ def card(description: dict[str, Any], figures: dict[str, Any] | None, num_bytes:
             "apart: there",
             "v is above .99. It judges length and nothing else: a reply that is pushed far from the length",
             "that it",
-            "would have had becomes worse, as the perplexities in `docs/results.md` show.",
+            "would have had becomes worse. `docs/results.md` shows it: shorter ones in their perplexity,",
+            "longer ones in the samples, since to repeat oneself lowers perplexity. Late in a long reply it",
+            "knows little more than the position tells.",
         ),
     ]
     return "\n".join(lines).rstrip() + "\n"

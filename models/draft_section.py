@@ -172,7 +172,8 @@ def draft_card(description: dict[str, Any], records: Sequence[dict[str, Any]], n
         lines += _table(["verifier", *(f"T = {t:g}" for t in device["temperatures"])], rows, 1)
     lines += _filled(
         "Limits: made for this one model and its tokenizer, from English prompts of a few kinds; on other "
-        "text it proposes worse, which costs time and never changes what is emitted (`docs/speculation.md`). "
+        "text it proposes worse, which costs time and leaves the law of what is emitted as it is, at "
+        "temperature 0 and under `match` every token, up to roundings of the model (`docs/speculation.md`). "
         "What is faster depends on the device: `docs/results.md` has tokens a second. In the engine it "
         "begins with a request's output and does not see the prompt."
     )

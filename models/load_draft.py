@@ -5,6 +5,7 @@ takes from its base model is not there. Knows nothing of what the numbers mean.
 """
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -80,7 +81,7 @@ def load_draft_head(path: str | pathlib.Path, base: DecoderConfig) -> DraftHead:
     wanted = head_config(base, config.num_layers)
     for field in dataclasses.fields(DecoderConfig):
         made_for, given = getattr(config, field.name), getattr(wanted, field.name)
-        if made_for != given and field.name not in _NOT_ITS_OWN:
+        if field.name not in _NOT_ITS_OWN and not _same(made_for, given):
             raise ValueError(
                 f"{path}: a draft head for {fields.get('base')}, whose {field.name} is {made_for}; "
                 f"the model's is {given}"
@@ -100,6 +101,13 @@ def load_draft_head(path: str | pathlib.Path, base: DecoderConfig) -> DraftHead:
         raise ValueError(f"{source}: {told}")
     weights = treedef.unflatten([jnp.asarray(file.read(name, np.float32)) for name in shapes])
     return DraftHead(wanted, weights, _ids(file, source, base.vocab_size))
+
+
+def _same(one, other) -> bool:
+    """Equal, numbers as far as a checkpoint's float32 tells them apart."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
 
 
 def _ids(file: SafetensorsFile, source: pathlib.Path, vocab_size: int) -> np.ndarray | None:

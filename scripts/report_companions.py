@@ -128,6 +128,8 @@ def run_drafts(options: argparse.Namespace) -> None:
 
 def run_write(options: argparse.Namespace) -> None:
     """Writes the page, its plots and the model card of the records that are there."""
+    if not options.results.is_dir():
+        raise ValueError(f"--results is {options.results}: no such folder")
     records = {path.stem: read_json(path) for path in sorted(options.results.glob("*.json"))}
     value = records.get("value")
     drafts = [record for name, record in records.items() if name.startswith("draft.")]

@@ -195,7 +195,8 @@ def test_a_head_comes_back_from_its_folder_in_two_bytes_a_number(saved, base):
     [
         ({"width": 32}, "a draft head for tiny, whose width is 16; the model's is 32"),
         ({"vocab_size": 25}, "whose vocab_size is 24; the model's is 25"),
-        ({"num_layers": 7, "max_length": 99}, None),
+        ({"num_layers": 7, "max_length": 99, "norm_eps": float(np.float32(1e-6))}, None),
+        ({"norm_eps": 2e-6}, "whose norm_eps is 1e-06"),
     ],
 )
 def test_a_head_for_another_model_is_refused_in_words(saved, base, named):

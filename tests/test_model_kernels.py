@@ -246,7 +246,8 @@ def test_a_whole_product(dtype, num_tokens):
     assert distance(np.asarray(found, np.float64), wanted) <= (1e-6 if dtype == jnp.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize("joined", [False, True])
 def test_a_decoder_with_kernels_is_the_one_without(joined):
     config = DecoderConfig(
         vocab_size=50,
