@@ -151,11 +151,11 @@ def test_a_step_emits_the_kernels_tokens(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["filtered", "plain"])
-def test_sample_and_steps_take_the_kernels_on_a_gpu(tier):
+def test_sample_takes_the_kernels_on_a_gpu(tier):
     limits = js.Limits(151936, max_length=16)
     features = js.Features(tier, full_rows=False)
     if not is_chosen(features, limits, False):
-        pytest.skip("several GPUs")
+        pytest.skip("several GPUs, or one before compute capability 8.0")
     call = jax.jit(functools.partial(js.sample, limits=limits, features=features))
     params, _ = js.stack_rows(
         [js.make_params(limits, seed=row, temperature=0.5 * (row % 4)) for row in range(8)]
