@@ -1,8 +1,8 @@
 """Where proposals come from: n-grams of the request itself, a draft model, a draft head.
 
 A `Proposer` is two pure functions, called at the beginning and at the end of a step. Its state travels with
-the cache and is donated. Knows nothing about verification; a proposer says by `Draft.law` what its proposals
-were drawn from.
+the cache and is donated; `check_given` refuses weights and caches that a step with it could not take. Knows
+nothing about verification; a proposer says by `Draft.law` what its proposals were drawn from.
 """
 
 import dataclasses
